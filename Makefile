@@ -1,0 +1,57 @@
+# Every target makes .venv first, if it is missing or older than the two files that describe it.
+# Nothing but Python 3.11 or newer, with its venv module, has to be there.
+#
+#   make demo   [DEMO_ARGS='--data fashion-mnist --epochs 3']
+#   make test   [PYTEST_ARGS='tests/test_server.py -x']
+#   make lint | docs | format | clean
+
+PYTHON ?= python3
+DEMO_ARGS ?=
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format docs venv clean
+
+help:
+	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("daskps needs Python 3.11 or newer, and $(PYTHON) is %d.%d: try make PYTHON=python3.11" % sys.version_info[:2])'
+	@echo "Installing daskps and its tools into $(VENV); the first time takes a few minutes ..."
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+venv: $(STAMP)
+
+demo: $(STAMP)
+	@$(BIN)/daskps demo $(DEMO_ARGS)
+
+# One thread per process, as Dask gives its workers: two pools that spin would fight for the cores.
+test: export OMP_NUM_THREADS := 1
+test: export OPENBLAS_NUM_THREADS := 1
+test: export MKL_NUM_THREADS := 1
+test: $(STAMP)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(STAMP)
+	$(BIN)/sphinx-build -q -n -W --keep-going -b html docs docs/_build/html
+	@echo "docs/_build/html/index.html"
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info docs/_build .pytest_cache .mypy_cache .ruff_cache
+	rm -rf asv_bench/env asv_bench/html asv_bench/results dask-worker-space
+	find daskps tests docs asv_bench -name __pycache__ -type d -prune -exec rm -rf {} +

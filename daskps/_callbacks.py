@@ -1,0 +1,158 @@
+"""The client's side of skorch: its hooks, its history and its batches, around what the ranks did.
+
+A callback runs on the client with all its hooks. Hooks of training batches are called in serial order
+while the epoch runs, with the loss of all ranks together, but with the net as it was when the epoch
+began.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from skorch import NeuralNet
+
+from daskps import _state
+from daskps._partitions import Cut, step_rows
+from daskps._sources import Source
+from daskps._worker import Order, Result
+from daskps.exceptions import DaskpsError
+
+
+class Snapshot:
+    """The values that a net's steps change, as they were at one moment."""
+
+    def __init__(self, net: NeuralNet) -> None:
+        self._values = [value.detach().clone() for value in _values(net)]
+
+    def holds(self, net: NeuralNet) -> bool:
+        """Whether the net still has exactly these values."""
+        now = _values(net)
+        return len(now) == len(self._values) and all(map(_same, now, self._values))
+
+
+class EpochReplay:
+    """Calls the batch hooks of one epoch as the steps of all ranks become known.
+
+    Parameters
+    ----------
+    net : NeuralNet
+        The client's net, in the state in which the epoch began.
+    source : Source
+    cut : Cut
+    order : Order
+        Of any rank.
+    """
+
+    def __init__(self, net: NeuralNet, source: Source, cut: Cut, order: Order) -> None:
+        self._net = net
+        self._source = source
+        self._cut = cut
+        self._epoch = order.epoch
+        self._before = Snapshot(net)
+        self._rows = step_rows(cut.training, order.seed, order.epoch, order.shuffle)
+        self._losses: list[list[float]] = [[] for _ in range(cut.world_size)]
+        self._weights: list[list[float]] = [[] for _ in range(cut.world_size)]
+        self._next = 0
+
+    def advance(self, report: dict) -> None:
+        """Take in a rank's report of finished steps."""
+        if report["epoch"] != self._epoch:
+            return
+        self._losses[report["rank"]] += report["losses"]
+        self._weights[report["rank"]] += report["weights"]
+        self._catch_up()
+
+    def finish(self, results: Sequence[Result]) -> None:
+        """Replay what is left of the training batches.
+
+        Raises
+        ------
+        DaskpsError
+            If a callback changed the net in a batch hook, which no rank would know of.
+        """
+        self._losses = [result.losses.tolist() for result in results]
+        self._weights = [result.weights.tolist() for result in results]
+        self._catch_up()
+        self._net.history.record("train_batch_count", self._next)
+        if not self._before.holds(self._net):
+            raise DaskpsError(
+                "A callback changed the net's parameters or optimizer in on_batch_begin or"
+                " on_batch_end. These hooks run on the client while the ranks train, so the change"
+                " would be lost: make it in on_epoch_begin or on_epoch_end."
+            )
+
+    def validate(self, results: Sequence[Result]) -> None:
+        """Replay the validation batches, with the net in the state that the epoch ended with."""
+        steps = [iter(_state.from_bytes(result.validation)) for result in results]
+        for rank, rows in self._cut.validation:
+            self._batch(rows, next(steps[rank]), training=False)
+        if self._source.dataset_valid is not None:
+            self._net.history.record("valid_batch_count", len(self._cut.validation))
+
+    def _catch_up(self) -> None:
+        n_known = min(len(losses) for losses in self._losses)
+        while self._next < n_known:
+            loss = torch.tensor(self._combined_loss(self._next))
+            self._batch(self._rows[self._next], {"loss": loss, "y_pred": None}, training=True)
+            self._next += 1
+
+    def _combined_loss(self, step: int) -> float:
+        weights = np.array([weights[step] for weights in self._weights])
+        losses = np.array([losses[step] for losses in self._losses])
+        counted = weights > 0
+        if not counted.any():
+            return float(losses[0])
+        return float(np.average(losses[counted], weights=weights[counted]))
+
+    def _batch(self, rows: np.ndarray, step: dict, training: bool) -> None:
+        net, prefix = self._net, "train" if training else "valid"
+        batch = self._source.batch(rows, training)
+        net.notify("on_batch_begin", batch=batch, training=training)
+        net.history.record_batch(prefix + "_loss", step["loss"].item())
+        net.history.record_batch(prefix + "_batch_size", len(rows))
+        net.notify("on_batch_end", batch=batch, training=training, **step)
+
+
+def step_without_gradients(net: NeuralNet) -> None:
+    """Let the client's optimizers make an empty step.
+
+    They never make another, and a learning rate schedule warns of an optimizer that makes none.
+    """
+    for name in net._optimizers:
+        optimizer = getattr(net, name + "_")
+        optimizer.zero_grad(set_to_none=True)
+        optimizer.step(lambda: torch.zeros(()))
+
+
+def forget_epoch(net: NeuralNet) -> None:
+    """Take back the history row of an epoch that did not end."""
+    if len(net.history) and "train_batch_count" not in net.history[-1]:
+        del net.history[-1]
+
+
+def _values(net: NeuralNet) -> list[torch.Tensor]:
+    modules = [getattr(net, name + "_") for name in (*net._modules, *net._criteria)]
+    values = [
+        value
+        for module in modules
+        if isinstance(module, torch.nn.Module)
+        for value in module.state_dict().values()
+    ]
+    for name in net._optimizers:
+        for held in getattr(net, name + "_").state.values():
+            values += [value for value in held.values() if isinstance(value, torch.Tensor)]
+    return values
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Bit for bit, since a NaN does not equal itself."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(_bits(a), _bits(b))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

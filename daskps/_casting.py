@@ -1,0 +1,60 @@
+"""Which input a net can compute with, and how other input becomes that."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class InputCast:
+    """The conversion of a net's input: floats, and integers that are no indices, to one dtype.
+
+    Parameters
+    ----------
+    dtype : torch.dtype or None
+        What the net computes with; None if it has no parameters of its own.
+    integers : bool
+        Whether integers are numbers. To an embedding they are indices.
+    """
+
+    dtype: torch.dtype | None
+    integers: bool
+
+    @classmethod
+    def of(cls, module: nn.Module) -> InputCast:
+        """The conversion for a module: the dtype is that of its first floating parameter."""
+        dtypes = (p.dtype for p in module.parameters() if p.is_floating_point())
+        embeds = any(isinstance(m, (nn.Embedding, nn.EmbeddingBag)) for m in module.modules())
+        return cls(next(dtypes, None), not embeds)
+
+    def tensor(self, values: Any) -> Any:
+        """The converted tensor; dicts and sequences of tensors likewise."""
+        if isinstance(values, dict):
+            return {key: self.tensor(value) for key, value in values.items()}
+        if isinstance(values, (tuple, list)):
+            return type(values)(self.tensor(value) for value in values)
+        if not isinstance(values, torch.Tensor) or not self._concerns(values):
+            return values
+        return values.to(self.dtype)
+
+    def array(self, values: np.ndarray) -> np.ndarray:
+        """The converted array."""
+        if values.dtype.kind == "u" and values.dtype.itemsize > 1:  # torch has few operations for it
+            values = values.astype(np.int64)
+        converted = self.tensor(torch.as_tensor(values))
+        return values if converted.dtype == torch.as_tensor(values[:0]).dtype else converted.numpy()
+
+    def shrunk(self, values: Any) -> Any:
+        """The converted array if that is smaller, and the input itself else: it has to travel."""
+        wide = values.dtype.kind == "f" and self.dtype == torch.float32 and values.itemsize > 4
+        return values.astype(np.float32) if wide else values
+
+    def _concerns(self, tensor: torch.Tensor) -> bool:
+        if self.dtype is None or tensor.is_complex():
+            return False
+        return tensor.is_floating_point() or self.integers

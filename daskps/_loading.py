@@ -1,0 +1,46 @@
+"""A rank's batches: the user's own dataset and iterator over the rank's rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from skorch import NeuralNet
+
+from daskps._partitions import Batching, Shard, pieces
+
+# What the plan of steps decides, so that it must not reach the rank's iterator.
+PLANNED = ("batch_size", "shuffle", "drop_last")
+
+
+def batching(net: NeuralNet, training: bool) -> Batching:
+    """Which rows make up a batch, from the net's iterator options."""
+    options = net.get_params_for("iterator_train" if training else "iterator_valid")
+    return Batching(
+        batch_size=options.get("batch_size", net.batch_size),
+        shuffle=bool(options.get("shuffle", False)) and training,
+        drop_last=bool(options.get("drop_last", False)),
+    )
+
+
+def train_batches(net: NeuralNet, shard: Shard, rows: Sequence[np.ndarray]) -> Iterable:
+    """The rank's training batches: one for every piece of rows that is not empty."""
+    dataset = net.get_dataset(shard.X, shard.y)
+    return _iterator(net, "iterator_train", dataset, rows)
+
+
+def validation_batches(net: NeuralNet, shard: Shard) -> Iterable:
+    """The rank's validation batches, each as the serial iterator makes it."""
+    if not len(shard.valid_sizes):
+        return ()
+    dataset = net.get_dataset(shard.X_valid, shard.y_valid)
+    rows = pieces(np.arange(shard.valid_sizes.sum()), shard.valid_sizes)
+    return _iterator(net, "iterator_valid", dataset, rows)
+
+
+def _iterator(net: NeuralNet, name: str, dataset: Any, rows: Sequence[np.ndarray]) -> Iterable:
+    options = net.get_params_for(name)
+    options = {key: value for key, value in options.items() if key not in PLANNED}
+    batches = [piece.tolist() for piece in rows if len(piece)]
+    return getattr(net, name)(dataset, batch_sampler=batches, **options)

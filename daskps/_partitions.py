@@ -1,0 +1,223 @@
+"""How rows become shards and steps. Nothing else knows how data is cut.
+
+Index arithmetic only: no data, no cluster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class Shard(NamedTuple):
+    """What one rank holds: its rows, and how they fall into steps.
+
+    A tuple of arrays, so that Dask sees its size and can spill it.
+    """
+
+    X: Any
+    y: np.ndarray
+    sizes: np.ndarray
+    """(n_steps,) rows of every step."""
+    X_valid: Any
+    y_valid: np.ndarray | None
+    valid_sizes: np.ndarray
+    """(n_batches,) rows of every validation batch of this rank."""
+
+
+@dataclass(frozen=True)
+class Batching:
+    """The options of a serial iterator that decide which rows make up a batch."""
+
+    batch_size: int
+    shuffle: bool = False
+    drop_last: bool = False
+
+    def sizes(self, n_rows: int) -> np.ndarray:
+        """Rows of every serial batch."""
+        size = n_rows if self.batch_size == -1 else self.batch_size
+        full, rest = divmod(n_rows, size) if n_rows else (0, 0)
+        keep_rest = rest and not self.drop_last
+        return np.array([size] * full + [rest] * bool(keep_rest), dtype=np.intp)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who holds which training rows, and when they are used."""
+
+    rows: list[np.ndarray]
+    """For every rank the positions of its rows in the training data, in the order of use."""
+    sizes: np.ndarray
+    """(world_size, n_steps) rows of every step on every rank."""
+
+
+def plan_batches(n_rows: int, batching: Batching, world_size: int, seed: int) -> Plan:
+    """Deal the rows of every serial batch to the ranks: the ranks' t-th pieces are the t-th batch."""
+    order = serial_order(n_rows, batching, seed)
+    sizes = deal_batches(batching.sizes(n_rows), world_size)
+    return Plan(dealt_rows(order, sizes), sizes)
+
+
+def plan_local(n_rows: int, batching: Batching, world_size: int, seed: int) -> Plan:
+    """Deal the rows likewise, but let every rank make steps of ``batch_size`` rows of its own."""
+    dealt = plan_batches(n_rows, batching, world_size, seed)
+    lengths = [len(rows) for rows in dealt.rows]
+    return Plan(dealt.rows, local_steps(lengths, batching.batch_size))
+
+
+def serial_order(n_rows: int, batching: Batching, seed: int) -> np.ndarray:
+    """The order in which the serial iterator would go through the rows, or a shuffled one."""
+    if not batching.shuffle:
+        return np.arange(n_rows)
+    return np.random.default_rng(seed).permutation(n_rows)
+
+
+def deal(n_rows: int, world_size: int) -> np.ndarray:
+    """Rows of one step for each rank, at least two each, rank 0 first.
+
+    BatchNorm cannot normalise a single row, so nobody gets one unless the step has only one.
+    """
+    n_ranks = min(world_size, max(1, n_rows // 2))
+    base, extra = divmod(n_rows, n_ranks)
+    sizes = np.zeros(world_size, dtype=np.intp)
+    sizes[:n_ranks] = base
+    sizes[:extra] += 1
+    return sizes
+
+
+def deal_batches(batch_sizes: np.ndarray, world_size: int) -> np.ndarray:
+    """(world_size, n_steps) rows of every serial batch on every rank."""
+    dealt = {size: deal(size, world_size) for size in np.unique(batch_sizes)}
+    columns = [dealt[size] for size in batch_sizes]
+    return np.stack(columns, axis=1) if columns else np.zeros((world_size, 0), dtype=np.intp)
+
+
+def dealt_rows(order: np.ndarray, sizes: np.ndarray) -> list[np.ndarray]:
+    """For every rank the rows that it is dealt, step by step."""
+    owners = np.repeat(np.tile(np.arange(len(sizes)), sizes.shape[1]), sizes.T.ravel())
+    used = order[: len(owners)]
+    return [used[owners == rank] for rank in range(len(sizes))]
+
+
+def local_steps(lengths: Sequence[int], batch_size: int) -> np.ndarray:
+    """(world_size, n_steps) rows of every local step, as many steps on every rank.
+
+    The longest shards are cut as the serial iterator cuts them. A shard that this would leave with
+    fewer steps, or with a rest of one row, is cut evenly.
+    """
+    size = max(lengths) if batch_size == -1 else batch_size
+    n_steps = -(-max(lengths) // size)
+    return np.stack([_local_sizes(n, size, n_steps) for n in lengths])
+
+
+def _local_sizes(n_rows: int, batch_size: int, n_steps: int) -> np.ndarray:
+    serial = Batching(batch_size).sizes(n_rows)
+    if len(serial) == n_steps and serial[-1] != 1:
+        return serial
+    return spread([n_rows], n_steps)[0]
+
+
+def spread(lengths: Sequence[int], n_steps: int) -> np.ndarray:
+    """(world_size, n_steps): cut every shard evenly, so that the steps differ by at most a row.
+
+    A shard of few rows takes part in fewer steps, with two or three rows each.
+    """
+    sizes = np.zeros((len(lengths), n_steps), dtype=np.intp)
+    start = 0  # the extra rows go round, so that no step gets one from every rank
+    for rank, n_rows in enumerate(lengths):
+        taken = min(n_steps, max(1, n_rows // 2))
+        base, extra = divmod(n_rows, taken)
+        steps = (start + np.arange(taken)) % n_steps
+        sizes[rank, steps] = base
+        sizes[rank, steps[:extra]] += 1
+        start = (start + extra) % n_steps
+    return sizes
+
+
+def contiguous(n_rows: int, world_size: int) -> np.ndarray:
+    """(world_size + 1,) where each rank's block of rows begins and ends."""
+    return np.linspace(0, n_rows, world_size + 1).round().astype(np.intp)
+
+
+def epoch_order(seed: int, epoch: int, rank: int, n_rows: int, shuffle: bool) -> np.ndarray:
+    """The order in which a rank goes through its rows in one epoch."""
+    if not shuffle:
+        return np.arange(n_rows)
+    return np.random.default_rng((seed, epoch, rank)).permutation(n_rows)
+
+
+def pieces(rows: np.ndarray, sizes: np.ndarray) -> list[np.ndarray]:
+    """Cut rows into pieces of the given sizes."""
+    return np.split(rows, np.cumsum(sizes)[:-1]) if len(sizes) else []
+
+
+def step_rows(plan: Plan, seed: int, epoch: int, shuffle: bool) -> list[np.ndarray]:
+    """The rows that all ranks together use in every step of an epoch, in rank order."""
+    by_rank = [
+        pieces(rows[epoch_order(seed, epoch, rank, len(rows), shuffle)], sizes)
+        for rank, (rows, sizes) in enumerate(zip(plan.rows, plan.sizes, strict=True))
+    ]
+    return [np.concatenate(parts) for parts in zip(*by_rank, strict=True)]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Who gets which rows: the plan of the training steps and the owners of validation batches."""
+
+    training: Plan
+    validation: list[tuple[int, np.ndarray]]
+    """Every validation batch in the order of replay: its rank and its rows of the validation data."""
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks hold rows."""
+        return len(self.training.rows)
+
+    def validation_of(self, rank: int) -> list[np.ndarray]:
+        """The rows of every validation batch of one rank."""
+        return [rows for owner, rows in self.validation if owner == rank]
+
+
+def deal_validation(
+    n_rows: int, batching: Batching, world_size: int
+) -> list[tuple[int, np.ndarray]]:
+    """Deal the serial validation batches whole: cut, a class-weighted loss would be another."""
+    batches = pieces(np.arange(n_rows), batching.sizes(n_rows))
+    return [(number % world_size, rows) for number, rows in enumerate(batches)]
+
+
+def cut_blocks(
+    train_rows: np.ndarray, valid_rows: np.ndarray, batching: Batching, valid: Batching,
+    bounds: np.ndarray, local: bool,
+) -> Cut:
+    """Cut data that has to stay in contiguous blocks of rows, as a dask array's.
+
+    Parameters
+    ----------
+    train_rows, valid_rows : ndarray of int
+        Rows of the whole data, ascending, that train and that validate.
+    batching, valid : Batching
+    bounds : ndarray of int, (world_size + 1,)
+        Where each rank's block begins and ends.
+    local : bool
+        Whether steps are local to a rank.
+    """
+    n_used = int(batching.sizes(len(train_rows)).sum())
+    ends = np.searchsorted(train_rows[:n_used], bounds)
+    rows = [np.arange(start, end) for start, end in zip(ends, ends[1:], strict=False)]
+    lengths = [len(held) for held in rows]
+    sizes = (
+        local_steps(lengths, batching.batch_size)
+        if local
+        else spread(lengths, len(batching.sizes(n_used)))
+    )
+    ends = np.searchsorted(valid_rows, bounds)
+    validation = [
+        (rank, piece)
+        for rank, (start, end) in enumerate(zip(ends, ends[1:], strict=False))
+        for piece in pieces(np.arange(start, end), valid.sizes(end - start))
+    ]
+    return Cut(Plan(rows, sizes), validation)

@@ -1,0 +1,94 @@
+"""A rank's copy of the user's net, which meets the other ranks where its gradients are ready."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cloudpickle
+import torch
+from sklearn.base import clone
+from skorch import NeuralNet
+
+from daskps import _losses, _random, _state
+from daskps._casting import InputCast
+from daskps._sync import Alone, Sync
+
+
+class _Synchronised:
+    """What a replica does that the user's net does not. Goes in front of the user's class.
+
+    The meeting is in the net's ``on_grad_computed`` method, which skorch calls before all callbacks:
+    these see the combined gradient.
+    """
+
+    sync_: Sync
+    cast_: InputCast
+    rounds_: int
+
+    def infer(self, x: Any, **fit_params: Any) -> Any:
+        return super().infer(self.cast_.tensor(x), **fit_params)  # type: ignore[misc]
+
+    def get_loss(self, y_pred: Any, y_true: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = super().get_loss(y_pred, y_true, *args, **kwargs)  # type: ignore[misc]
+        if kwargs.get("training"):
+            self.weight_ += _losses.divisor(self, owner(self), y_true)  # type: ignore[arg-type]
+            self.loss_ = loss
+        return loss
+
+    def on_grad_computed(self, net: Any, named_parameters: Any, **kwargs: Any) -> None:
+        self.meet(kwargs.get("batch"))
+        super().on_grad_computed(net, named_parameters, **kwargs)  # type: ignore[misc]
+
+    def meet(self, batch: Any = None) -> None:
+        """Push this rank's gradients and take the combined ones."""
+        loss, weight = self.loss_, self.weight_
+        if loss is None and batch is not None:  # a train_step_single that computes its loss itself
+            weight = float(len(batch[0]))
+        combined = self.sync_.gradients(weight, float("nan") if loss is None else loss.item())
+        self.rounds_ += 1
+        self.step_weight_ = weight
+        if loss is not None:
+            # In place: what the optimizer's closure returns is this tensor, and a line search
+            # that saw each rank's own loss would make the ranks call it unequally often.
+            loss.data.fill_(combined)
+        self.last_loss_ = combined
+        self.weight_, self.loss_ = 0.0, None
+
+    def idle_step(self) -> float:
+        """A step in which this rank has no rows: its gradient is that of the others."""
+
+        def closure() -> float:
+            self._zero_grad_optimizer()  # type: ignore[attr-defined]
+            self.meet()
+            return self.last_loss_
+
+        self._step_optimizer(closure)  # type: ignore[attr-defined]
+        return self.last_loss_
+
+
+def build(pickled_net: bytes, state: bytes) -> NeuralNet:
+    """A replica of an uninitialised net, in the given state.
+
+    Built with the net's own ``initialize`` methods and then loaded: a pickle of the fitted net would
+    tie its optimizer to other tensors.
+    """
+    net = cloudpickle.loads(pickled_net)
+    net.__class__ = type("Replica", (_Synchronised, type(net)), {})
+    net.sync_, net.rounds_ = Alone(), 0
+    net.weight_, net.step_weight_, net.loss_, net.last_loss_ = 0.0, 0.0, None, float("nan")
+    with _random.LOCK, _random.seeded(0):
+        net.initialize()
+    net.cast_ = InputCast.of(net.module_)
+    _state.load(net, state)
+    return net
+
+
+def pack(net: NeuralNet) -> bytes:
+    """What replicas of a net are built from: uninitialised, without callbacks, silent."""
+    bare = clone(net).set_params(callbacks="disable", verbose=0, train_split=None)
+    return cloudpickle.dumps(bare)
+
+
+def owner(replica: Any) -> type:
+    """The user's class behind a replica."""
+    return type(replica).__mro__[2]

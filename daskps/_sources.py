@@ -1,0 +1,232 @@
+"""Where the rows come from: arrays on the client or a dask array on the cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from distributed import Client, Future
+from skorch import NeuralNet
+from skorch.utils import multi_indexing
+from torch.utils.data import Dataset, Subset
+
+from daskps import _loading
+from daskps._partitions import (
+    Cut,
+    Shard,
+    contiguous,
+    cut_blocks,
+    deal_validation,
+    plan_batches,
+    plan_local,
+)
+
+
+class Source(Protocol):
+    """Training and validation rows that can be cut and brought to workers."""
+
+    dataset_train: Dataset
+    dataset_valid: Dataset | None
+
+    def cut(self, net: NeuralNet, world_size: int, local: bool, seed: int) -> Cut:
+        """Decide who gets which rows."""
+
+    def place(self, client: Client, cut: Cut, addresses: Sequence[str]) -> list[Future]:
+        """Bring one shard to every address."""
+
+    def batch(self, rows: np.ndarray, training: bool) -> LazyBatch:
+        """The rows of one batch, as callbacks on the client see them."""
+
+
+class LazyBatch(Sequence):
+    """A batch (X, y) that is gathered when a callback looks at it; most never do."""
+
+    def __init__(self, make: Any) -> None:
+        self._make = make
+        self._parts: tuple | None = None
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: Any) -> Any:
+        if self._parts is None:
+            self._parts = self._make()
+        return self._parts[index]
+
+    def __iter__(self) -> Iterator:
+        return iter(self[:])
+
+
+class ArraySource:
+    """Rows in the client's memory.
+
+    Parameters
+    ----------
+    net : NeuralNet
+        Its ``get_split_datasets`` decides, once, which rows train and which validate.
+    X : array of shape (n_samples, ...)
+    y : ndarray of int64, (n_samples,)
+    """
+
+    def __init__(self, net: NeuralNet, X: Any, y: np.ndarray) -> None:
+        self.dataset_train, self.dataset_valid = net.get_split_datasets(X, y)
+        self._parts = {True: _unrolled(self.dataset_train)}
+        if self.dataset_valid is not None:
+            self._parts[False] = _unrolled(self.dataset_valid)
+
+    def cut(self, net: NeuralNet, world_size: int, local: bool, seed: int) -> Cut:
+        planned = plan_local if local else plan_batches
+        n_train = len(self.dataset_train)
+        training = planned(n_train, _loading.batching(net, True), world_size, seed)
+        n_valid = 0 if self.dataset_valid is None else len(self.dataset_valid)
+        valid = deal_validation(n_valid, _loading.batching(net, False), world_size)
+        return Cut(training, valid)
+
+    def place(self, client: Client, cut: Cut, addresses: Sequence[str]) -> list[Future]:
+        shards = [self._shard(cut, rank) for rank in range(len(addresses))]
+        return scatter(client, shards, addresses)
+
+    def batch(self, rows: np.ndarray, training: bool) -> LazyBatch:
+        def make() -> tuple:
+            X, y = self._take(rows, training)
+            return _tensors(X), _tensors(y)
+
+        return LazyBatch(make)
+
+    def _shard(self, cut: Cut, rank: int) -> Shard:
+        X, y = self._take(cut.training.rows[rank], True)
+        batches = cut.validation_of(rank)
+        X_valid, y_valid = self._take(np.concatenate(batches), False) if batches else (None, None)
+        return Shard(X, y, cut.training.sizes[rank], X_valid, y_valid, _lengths(batches))
+
+    def _take(self, rows: np.ndarray, training: bool) -> tuple[Any, np.ndarray]:
+        X, y, held = self._parts[training]
+        if held is not None:
+            rows = held[rows]
+        if len(rows) == len(y) and np.array_equal(rows, np.arange(len(y))):
+            return X, y
+        return multi_indexing(X, rows), y[rows]
+
+
+class DaskSource:
+    """Rows in a dask array: its blocks go from worker to worker, never through the client.
+
+    Parameters
+    ----------
+    net : NeuralNet
+    X : dask.array.Array of shape (n_samples, ...)
+        Chunked along the first axis only, with known chunk sizes.
+    y : ndarray of int64, (n_samples,)
+        One integer a row, which the client holds.
+    """
+
+    def __init__(self, net: NeuralNet, X: Any, y: np.ndarray) -> None:
+        self._X = X
+        self._y = y
+        # The split sees row numbers in place of rows.
+        self.dataset_train, self.dataset_valid = net.get_split_datasets(np.arange(len(y)), y)
+        self._rows = {True: np.sort(_row_numbers(self.dataset_train, len(y)))}
+        self._rows[False] = np.sort(_row_numbers(self.dataset_valid, len(y)))
+
+    def cut(self, net: NeuralNet, world_size: int, local: bool, seed: int) -> Cut:
+        self._bounds = contiguous(len(self._y), world_size)
+        return cut_blocks(
+            self._rows[True],
+            self._rows[False],
+            _loading.batching(net, True),
+            _loading.batching(net, False),
+            self._bounds,
+            local,
+        )
+
+    def place(self, client: Client, cut: Cut, addresses: Sequence[str]) -> list[Future]:
+        return [
+            self._place_one(client, cut, rank, address) for rank, address in enumerate(addresses)
+        ]
+
+    def batch(self, rows: np.ndarray, training: bool) -> LazyBatch:
+        return LazyBatch(lambda: (None, torch.as_tensor(self._y[self._rows[training][rows]])))
+
+    def _place_one(self, client: Client, cut: Cut, rank: int, address: str) -> Future:
+        start, stop = self._bounds[rank], self._bounds[rank + 1]
+        batches = cut.validation_of(rank)
+        train = self._rows[True][cut.training.rows[rank]]
+        valid = self._rows[False][np.concatenate(batches)] if batches else np.empty(0, np.intp)
+        blocks = client.compute(
+            self._X[start:stop].to_delayed().ravel().tolist(), workers=[address], retries=3
+        )
+        return client.submit(
+            assemble,
+            blocks,
+            (train - start, valid - start),
+            (self._y[train], self._y[valid]),
+            (cut.training.sizes[rank], _lengths(batches)),
+            workers=[address],
+            pure=False,
+            retries=3,
+        )
+
+
+def assemble(
+    blocks: list[np.ndarray],
+    rows: tuple[np.ndarray, np.ndarray],
+    labels: tuple[np.ndarray, np.ndarray],
+    sizes: tuple[np.ndarray, np.ndarray],
+) -> Shard:
+    """Make a rank's shard out of its blocks, on its worker."""
+    X = np.concatenate([np.asarray(block) for block in blocks])
+    if X.dtype.kind == "f" and not np.isfinite(X).all():
+        raise ValueError("X contains NaN or infinity: every value has to be finite.")
+    return Shard(X[rows[0]], labels[0], sizes[0], X[rows[1]], labels[1], sizes[1])
+
+
+def scatter(client: Client, shards: Sequence[Any], addresses: Sequence[str]) -> list[Future]:
+    """Send one value to each address, side by side, under keys that nobody else has."""
+
+    async def send_all() -> list[Future]:
+        # One after the other would take as long as all together.
+        import asyncio
+
+        sent = [
+            client.scatter([shard], workers=[address], hash=False, asynchronous=True)
+            for shard, address in zip(shards, addresses, strict=True)
+        ]
+        return [futures[0] for futures in await asyncio.gather(*sent)]
+
+    return client.sync(send_all)
+
+
+def _unrolled(dataset: Any) -> tuple[Any, np.ndarray, np.ndarray | None]:
+    """The X and y under a dataset and its subsets, and which of their rows it shows."""
+    rows: np.ndarray | None = None
+    while isinstance(dataset, Subset):
+        indices = np.asarray(dataset.indices)
+        rows = indices if rows is None else indices[rows]
+        dataset = dataset.dataset
+    if not hasattr(dataset, "X") or not hasattr(dataset, "y"):
+        raise TypeError(
+            f"The net's dataset is a {type(dataset).__name__} without the attributes X and y: rows"
+            " cannot be dealt to workers. Use a subclass of skorch.dataset.Dataset."
+        )
+    return dataset.X, np.asarray(dataset.y), rows
+
+
+def _row_numbers(dataset: Any, n_rows: int) -> np.ndarray:
+    if dataset is None:
+        return np.empty(0, np.intp)
+    numbers, y, rows = _unrolled(dataset)
+    if len(y) != n_rows:
+        raise ValueError("train_split returned rows of its own: not possible with a dask array.")
+    return np.asarray(numbers) if rows is None else np.asarray(numbers)[rows]
+
+
+def _lengths(batches: Sequence[np.ndarray]) -> np.ndarray:
+    return np.array([len(rows) for rows in batches], dtype=np.intp)
+
+
+def _tensors(values: Any) -> Any:
+    if isinstance(values, dict):
+        return {key: _tensors(value) for key, value in values.items()}
+    return torch.as_tensor(np.asarray(values))

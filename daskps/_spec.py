@@ -1,0 +1,55 @@
+"""The words that client, scheduler and workers share. Importable with numpy alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+# Part of the plugins' names: clients of different protocols can share a cluster.
+PROTOCOL = 1
+
+SCHEDULER_PLUGIN = f"daskps-scheduler-{PROTOCOL}"
+WORKER_PLUGIN = f"daskps-worker-{PROTOCOL}"
+
+# The topic of Dask's event log under which a run speaks to its client.
+TOPIC = f"daskps-{PROTOCOL}"
+
+Reduction = Literal["mean", "sum"]
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """Which seat of which run a rank holds; travels in every message of the rank."""
+
+    run_id: str
+    generation: int
+    rank: int
+    world_size: int
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """What one rank brings to one round.
+
+    The rank has already multiplied ``buffer`` by its ``weight`` where ``reduction`` is 'mean'. A rank
+    of weight 0 sends an empty buffer.
+    """
+
+    run_id: str
+    generation: int
+    rank: int
+    round: int
+    weight: float
+    reduction: Reduction
+    buffer: np.ndarray
+
+
+def operation(name: str) -> str:
+    """The name of a handler on the scheduler, by protocol."""
+    return f"daskps_{name}_{PROTOCOL}"
+
+
+OPEN, JOIN, CLOSE = operation("open"), operation("join"), operation("close")
+HELLO, LEFT, FORGET = operation("hello"), operation("left"), operation("forget")

@@ -1,0 +1,82 @@
+"""A net's state as bytes: parameters, buffers and optimizers, on the CPU.
+
+Bytes, since Dask cannot size, spill or move tensors as they are, and a pickle of a whole fitted net
+comes back with its learning rate schedule bound to another optimizer.
+"""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import torch
+from skorch import NeuralNet
+
+
+def dump(net: NeuralNet) -> bytes:
+    """Everything that a step changes."""
+    return to_bytes(
+        {
+            "modules": {name: module.state_dict() for name, module in _modules(net)},
+            "optimizers": {n: getattr(net, n + "_").state_dict() for n in net._optimizers},
+        }
+    )
+
+
+def load(net: NeuralNet, state: bytes) -> None:
+    """Put a dumped state into an initialised net of the same kind."""
+    values = from_bytes(state)
+    for name, module in _modules(net):
+        module.load_state_dict(values["modules"][name])
+    for name, held in values["optimizers"].items():
+        getattr(net, name + "_").load_state_dict(held)
+
+
+def dump_settings(net: NeuralNet) -> bytes:
+    """What callbacks on the client may set between epochs: which parameters learn, and how fast."""
+    return to_bytes(
+        {
+            "requires_grad": {
+                name: [p.requires_grad for p in module.parameters()]
+                for name, module in _modules(net)
+            },
+            "param_groups": {
+                name: [_without_params(g) for g in getattr(net, name + "_").param_groups]
+                for name in net._optimizers
+            },
+        }
+    )
+
+
+def load_settings(net: NeuralNet, settings: bytes) -> None:
+    """Put dumped settings into an initialised net of the same kind."""
+    values = from_bytes(settings)
+    for name, module in _modules(net):
+        learns = values["requires_grad"][name]
+        for parameter, flag in zip(module.parameters(), learns, strict=True):
+            parameter.requires_grad_(flag)
+    for name, groups in values["param_groups"].items():
+        held = getattr(net, name + "_").param_groups
+        for group, new in zip(held, groups, strict=True):
+            group.update(new)
+
+
+def to_bytes(value: Any) -> bytes:
+    """Any value that holds tensors of any dtype."""
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+def from_bytes(data: bytes) -> Any:
+    """The value, its tensors on the CPU and shared with nobody."""
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
+
+
+def _modules(net: NeuralNet) -> list[tuple[str, torch.nn.Module]]:
+    held = [(name, getattr(net, name + "_")) for name in (*net._modules, *net._criteria)]
+    return [(name, module) for name, module in held if isinstance(module, torch.nn.Module)]
+
+
+def _without_params(group: dict) -> dict:
+    return {key: value for key, value in group.items() if key != "params"}

@@ -1,0 +1,296 @@
+"""What ranks exchange, and when: gradients at every step, or averages now and then, or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from skorch import NeuralNet
+from torch import Tensor
+
+from daskps import _losses
+from daskps._packing import FlatBuffer
+from daskps._transport import Channel
+
+
+class Sync(Protocol):
+    """The moments of an epoch at which ranks may meet."""
+
+    lockstep: bool
+    """Whether all ranks take part in every step, also without rows of their own."""
+
+    def epoch_began(self) -> None:
+        """All ranks hold the same state now."""
+
+    def gradients(self, weight: float, loss: float) -> float:
+        """The gradients of one step are there; returns the loss that the step has."""
+
+    def stepped(self, step: int) -> None:
+        """The optimizer has made its step number ``step``, counted from 0."""
+
+    def epoch_ended(self) -> bool:
+        """All steps are done; returns whether the ranks now hold the same state."""
+
+
+class Alone:
+    """World size 1: nothing to exchange."""
+
+    lockstep = False
+
+    def epoch_began(self) -> None:
+        pass
+
+    def gradients(self, weight: float, loss: float) -> float:
+        return loss
+
+    def stepped(self, step: int) -> None:
+        pass
+
+    def epoch_ended(self) -> bool:
+        return True
+
+
+class GradientSync:
+    """Batch mode: every step is one step on the union of the ranks' rows."""
+
+    lockstep = True
+
+    def __init__(self, net: NeuralNet, channel: Channel, rank: int) -> None:
+        self._channel = channel
+        self._parameters = _learnable(net)
+        self._gradients = FlatBuffer(self._parameters)
+        self._buffers = BufferSync(net, channel, rank)
+        self._reduction = _losses.reduction(net)
+        self._weight = 0.0
+
+    def epoch_began(self) -> None:
+        self._weight = 0.0
+        self._buffers.mark()
+
+    def gradients(self, weight: float, loss: float) -> float:
+        self._weight += weight
+        buffer = self._gradients.array
+        if weight > 0:
+            scale = weight if self._reduction == "mean" else 1.0
+            grads = [parameter.grad for parameter in self._parameters]
+            buffer = self._gradients.pack(grads, loss, scale)
+        combined = self._channel.push_pull(buffer, weight, self._reduction)
+        if not combined.size:
+            return loss
+        grads, loss = self._gradients.unpack(combined)
+        for parameter, grad in zip(self._parameters, grads, strict=True):
+            _set_gradient(parameter, grad)
+        return loss
+
+    def stepped(self, step: int) -> None:
+        pass
+
+    def epoch_ended(self) -> bool:
+        self._buffers.average(self._weight)
+        return True
+
+
+class LocalSGD:
+    """Epoch mode and every H steps: ranks step on their own rows and average what they hold.
+
+    Parameters
+    ----------
+    every : int or None
+        Steps between two rounds, counted from the start of the epoch; None for one round an epoch.
+    """
+
+    lockstep = False
+
+    def __init__(self, net: NeuralNet, channel: Channel, rank: int, every: int | None) -> None:
+        self._net = net
+        self._channel = channel
+        self._every = every
+        self._values = Average([*_learnable(net), *_floating_buffers(net)], channel)
+        self._buffers = BufferSync(net, channel, rank)
+        self._weight = self._epoch_weight = 0.0
+        self._unsynced = False
+
+    def epoch_began(self) -> None:
+        self._weight = self._epoch_weight = 0.0
+        self._unsynced = False
+        self._values.mark()
+
+    def gradients(self, weight: float, loss: float) -> float:
+        self._weight += weight
+        self._epoch_weight += weight
+        return loss
+
+    def stepped(self, step: int) -> None:
+        self._unsynced = True
+        if self._every is not None and (step + 1) % self._every == 0:
+            self._meet()
+
+    def epoch_ended(self) -> bool:
+        if self._unsynced:
+            self._meet()
+        uniform = average_optimizer_state(self._net, self._channel, self._epoch_weight)
+        self._buffers.broadcast_integers()
+        return uniform
+
+    def _meet(self) -> None:
+        self._values.average(self._weight)
+        self._weight = 0.0
+        self._unsynced = False
+
+
+class Average:
+    """The weighted mean of the ranks' tensors, taken over what changed since they were last equal.
+
+    A mean of the values themselves would move by a rounding error what no rank has touched.
+    """
+
+    def __init__(self, tensors: list[Tensor], channel: Channel) -> None:
+        self._tensors = tensors
+        self._channel = channel
+        self._flat = FlatBuffer(tensors)
+        self._common: list[Tensor] = []
+
+    def mark(self) -> None:
+        """All ranks hold the same values now."""
+        self._common = [tensor.detach().clone() for tensor in self._tensors]
+
+    @torch.no_grad()
+    def average(self, weight: float) -> None:
+        """Replace the values on every rank by their mean."""
+        if not self._tensors:
+            return
+        if weight > 0:
+            pairs = zip(self._tensors, self._common, strict=True)
+            self._flat.pack([now - then for now, then in pairs], 0.0, weight)
+        combined = self._channel.push_pull(self._flat.array, weight, "mean")
+        if combined.size:
+            changes, _ = self._flat.unpack(combined)
+            for tensor, then, change in zip(self._tensors, self._common, changes, strict=True):
+                tensor.copy_(then if change is None else then + change)
+        self.mark()
+
+
+class BufferSync:
+    """The buffers of all modules: floating ones are averaged, integers are rank 0's."""
+
+    def __init__(self, net: NeuralNet, channel: Channel, rank: int) -> None:
+        self._channel = channel
+        self._rank = rank
+        self._floating = Average(_floating_buffers(net), channel)
+        self._integers = [b for b in _buffers(net) if not _is_floating(b)]
+
+    def mark(self) -> None:
+        """All ranks hold the same buffers now."""
+        self._floating.mark()
+
+    def average(self, weight: float) -> None:
+        """Average the floating buffers, weighted, and broadcast the others."""
+        self._floating.average(weight)
+        self.broadcast_integers()
+
+    def broadcast_integers(self) -> None:
+        """Give every rank the integer buffers of rank 0, byte by byte, so that any dtype is exact."""
+        if not self._integers:
+            return
+        sent = np.concatenate([_bytes_of(buffer) for buffer in self._integers]).astype("float32")
+        weight = 1.0 if self._rank == 0 else 0.0
+        received = self._channel.push_pull(sent, weight, "mean").astype("uint8")
+        start = 0
+        for buffer in self._integers:
+            view = _bytes_of(buffer)
+            view[:] = received[start : start + view.size]
+            start += view.size
+
+
+def average_optimizer_state(net: NeuralNet, channel: Channel, weight: float) -> bool:
+    """Average the floating state of all optimizers over the ranks, weighted.
+
+    Returns
+    -------
+    bool
+        False if there is state of another kind, which the ranks do not share now.
+    """
+    uniform = True
+    for name in net._optimizers:
+        optimizer = getattr(net, name + "_")
+        slots, rest = _state_slots(optimizer)
+        uniform = uniform and not rest
+        if not slots:
+            continue
+        flat = FlatBuffer([like for _, _, like in slots])
+        if weight > 0:
+            flat.pack([optimizer.state[p].get(key) for p, key, _ in slots], 0.0, weight)
+        combined = channel.push_pull(flat.array, weight, "mean")
+        if combined.size:
+            _write_state(optimizer, slots, flat.unpack(combined)[0])
+    return uniform
+
+
+def _state_slots(optimizer: Any) -> tuple[list[tuple[Tensor, str, Tensor]], bool]:
+    """Where an optimizer keeps floats: the parameter, the key and a tensor of that shape.
+
+    A parameter that has no state on this rank may have it on another, so every parameter gets the
+    keys that any parameter has.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    held = [(p, key, value) for p in parameters for key, value in optimizer.state.get(p, {}).items()]
+    scalar: dict[str, bool] = {}
+    rest = False
+    for parameter, key, value in held:
+        if not isinstance(value, Tensor) or not _is_floating(value):
+            rest = rest or value is not None
+        elif value.shape == parameter.shape or value.numel() == 1:
+            scalar[key] = value.shape != parameter.shape
+        else:
+            rest = True
+    examples = {key: value for _, key, value in held if key in scalar}
+    return [
+        (p, key, torch.zeros_like(examples[key] if scalar[key] else p))
+        for p in parameters
+        if p.requires_grad
+        for key in sorted(scalar)
+    ], rest
+
+
+def _write_state(optimizer: Any, slots: list, means: list[Tensor | None]) -> None:
+    for (parameter, key, _), mean in zip(slots, means, strict=True):
+        if mean is None:
+            continue
+        held = optimizer.state[parameter].get(key)
+        if held is None:
+            optimizer.state[parameter][key] = mean.clone()
+        else:
+            held.copy_(mean)
+
+
+def _set_gradient(parameter: Tensor, grad: Tensor | None) -> None:
+    if grad is None or parameter.grad is None or parameter.grad.is_sparse:
+        parameter.grad = None if grad is None else grad.clone()
+    else:
+        parameter.grad.copy_(grad)
+
+
+def _learnable(net: NeuralNet) -> list[Tensor]:
+    return [parameter for _, parameter in net.get_all_learnable_params() if parameter.requires_grad]
+
+
+def _buffers(net: NeuralNet) -> Iterator[Tensor]:
+    for name in (*net._modules, *net._criteria):
+        module = getattr(net, name + "_")
+        if isinstance(module, torch.nn.Module):
+            yield from module.buffers()
+
+
+def _floating_buffers(net: NeuralNet) -> list[Tensor]:
+    return [buffer for buffer in _buffers(net) if _is_floating(buffer)]
+
+
+def _is_floating(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _bytes_of(buffer: Tensor) -> np.ndarray:
+    """The memory of a contiguous buffer on the CPU, writeable."""
+    return buffer.detach().reshape(-1).view(torch.uint8).numpy()

@@ -1,0 +1,154 @@
+"""The fit loop on the client: skorch's, with the steps of an epoch made elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+from skorch import NeuralNet
+
+from daskps import _loading, _replica, _state
+from daskps._callbacks import EpochReplay, Snapshot, forget_epoch, step_without_gradients
+from daskps._launch import Run
+from daskps._partitions import Cut
+from daskps._sources import Source
+from daskps._worker import Opening, Order, Result
+from daskps.report import FitReport, RankEpoch
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be trained.
+
+    Attributes
+    ----------
+    net : NeuralNet
+        Initialised. At the end of every epoch it holds what it would hold in one process.
+    source : Source
+    every : int or None
+        Steps between two averages; 0 for gradients at every step, None for one average an epoch.
+    seed : int
+        Of everything random on the ranks.
+    """
+
+    net: NeuralNet
+    source: Source
+    every: int | None
+    seed: int
+
+    @property
+    def batch_size(self) -> int:
+        """Rows that one optimizer step sees."""
+        size = _loading.batching(self.net, True).batch_size
+        return len(self.source.dataset_train) if size == -1 else size
+
+
+class Training:
+    """Trains the client's net on the ranks of a run.
+
+    Parameters
+    ----------
+    job : Job
+    run : Run
+    report : FitReport
+        Filled in as epochs end.
+    """
+
+    def __init__(self, job: Job, run: Run, report: FitReport) -> None:
+        self.net = job.net
+        self._source = job.source
+        self._every = job.every
+        self._seed = job.seed
+        self._run = run
+        self._report = report
+        self._shuffle = _loading.batching(job.net, True).shuffle
+        self._cut: Cut = job.source.cut(job.net, run.world_size, job.every != 0, job.seed)
+        self._held: Snapshot | None = None  # what all ranks hold, if they hold the same
+
+    def place(self) -> None:
+        """Bring the shards to the workers."""
+        self._run.shards = self._source.place(self._run.client, self._cut, self._run.addresses)
+
+    def run(self) -> None:
+        """Train for the net's ``max_epochs``, with all hooks of the net and its callbacks."""
+        datasets = {
+            "dataset_train": self._source.dataset_train,
+            "dataset_valid": self._source.dataset_valid,
+        }
+        for epoch in range(self.net.max_epochs):
+            begun = perf_counter()
+            self.net.notify("on_epoch_begin", **datasets)
+            self._train(epoch)
+            self.net.notify("on_epoch_end", **datasets)
+            self._report.epoch_seconds.append(perf_counter() - begun)
+
+    def _train(self, epoch: int) -> None:
+        orders = self._orders(epoch)
+        opening = None if self._ranks_are_current() else self._opening()
+        replay = EpochReplay(self.net, self._source, self._cut, orders[0])
+        results = self._run.epoch(orders, opening, replay.advance)
+        replay.finish(results)
+        step_without_gradients(self.net)
+        # Not before the replay: a schedule that a callback advances there would count twice.
+        self._load(results)
+        replay.validate(results)
+        self._note(epoch, results)
+
+    def _orders(self, epoch: int) -> list[Order]:
+        settings = _state.dump_settings(self.net)
+        return [
+            Order(self._run.ticket(rank), epoch, self._seed, self._shuffle, settings)
+            for rank in range(self._run.world_size)
+        ]
+
+    def _ranks_are_current(self) -> bool:
+        """Whether every rank holds what the client's net holds; a callback may have changed that."""
+        return self._held is not None and self._held.holds(self.net)
+
+    def _opening(self) -> Opening:
+        return Opening(_replica.pack(self.net), _state.dump(self.net), self._every)
+
+    def _load(self, results: Sequence[Result]) -> None:
+        state = results[0].state
+        assert state is not None
+        _state.load(self.net, state)
+        self._held = Snapshot(self.net) if all(r.uniform for r in results) else None
+
+    def _note(self, epoch: int, results: Sequence[Result]) -> None:
+        if epoch == 0:
+            slowest = max(result.setup_seconds for result in results)
+            self._report.startup_seconds["replicas"] = slowest
+        self._report.ranks += [
+            _entry(epoch, rank, result) for rank, result in enumerate(results)
+        ]
+
+
+def fit(training: Training, X: Any, y: Any) -> None:
+    """What skorch's ``partial_fit`` does around its loop.
+
+    A KeyboardInterrupt ends the training and keeps the last whole epoch.
+    """
+    net = training.net
+    net.notify("on_train_begin", X=X, y=y)
+    try:
+        training.run()
+    except KeyboardInterrupt:
+        forget_epoch(net)
+    net.notify("on_train_end", X=X, y=y)
+
+
+def _entry(epoch: int, rank: int, result: Result) -> RankEpoch:
+    traffic = result.traffic
+    return RankEpoch(
+        epoch=epoch,
+        rank=rank,
+        rows=result.rows,
+        steps=len(result.losses),
+        rounds=traffic.rounds,
+        compute_seconds=result.compute_seconds,
+        wait_seconds=traffic.wait_seconds,
+        sync_seconds=traffic.sync_seconds,
+        bytes=traffic.bytes,
+    )

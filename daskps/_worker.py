@@ -1,0 +1,302 @@
+"""One rank: its replica, its shard and the loop over the steps of an epoch."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import numpy as np
+from distributed import Worker, get_worker
+from distributed.diagnostics.plugin import WorkerPlugin
+
+import daskps
+from daskps import _environment, _random, _replica, _state, config
+from daskps._loading import train_batches, validation_batches
+from daskps._partitions import Shard, epoch_order, pieces
+from daskps._spec import FORGET, HELLO, LEFT, TOPIC, WORKER_PLUGIN, Ticket
+from daskps._sync import Alone, GradientSync, LocalSGD, Sync
+from daskps._transport import Channel, Traffic, open_channel
+from daskps.exceptions import DaskpsError, RunAbortedError
+
+# One for each process: workers that share a process share torch's random generator.
+PROCESS = uuid.uuid4().hex
+
+
+class Opening(NamedTuple):
+    """What a rank needs to build its replica. A tuple, so that Dask sees its size."""
+
+    net: bytes
+    state: bytes
+    every: int | None
+    """Steps between two averages; 0 for gradients at every step, None for one average an epoch."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """One epoch of one rank."""
+
+    ticket: Ticket
+    epoch: int
+    seed: int
+    shuffle: bool
+    settings: bytes
+
+
+@dataclass
+class Result:
+    """What a rank brings back from an epoch."""
+
+    losses: np.ndarray
+    """(n_steps,) the loss of every step; in batch mode that of all ranks."""
+    weights: np.ndarray
+    """(n_steps,) by what this rank's loss was divided."""
+    rows: int
+    compute_seconds: float
+    setup_seconds: float
+    traffic: Traffic
+    uniform: bool
+    """Whether all ranks hold the same state now."""
+    validation: bytes
+    state: bytes | None
+    """The replica's state, from rank 0."""
+
+
+class StateNeeded:
+    """A rank's answer if it has no replica of exactly this run, generation and epoch."""
+
+
+@dataclass
+class Seat:
+    """A rank's place in a run, kept between epochs."""
+
+    ticket: Ticket
+    replica: Any
+    sync: Sync
+    channel: Channel
+    epoch: int
+    active: bool = False
+    left: threading.Event = field(default_factory=threading.Event)
+
+    def stand_up(self) -> None:
+        """Leave the run: the step loop ends at its next look, a wait for other ranks at once."""
+        self.left.set()
+        if not self.active:
+            self.channel.close()
+
+
+class DaskpsWorkerPlugin(WorkerPlugin):
+    """Keeps the replicas of a worker between epochs. Only a cache: the client holds the truth."""
+
+    name = WORKER_PLUGIN
+    idempotent = True
+
+    def setup(self, worker: Worker) -> None:
+        self.worker = worker
+        self.seats: dict[str, Seat] = {}
+        self.lock = threading.Lock()
+        worker.stream_handlers[FORGET] = self.forget
+        worker.batched_send({"op": HELLO, "process": PROCESS, "version": daskps.__version__})
+
+    def teardown(self, worker: Worker) -> None:
+        for run_id in list(self.seats):
+            self.forget(run_id)
+
+    def forget(self, run_id: str) -> None:
+        """The run is over: stop its rank and drop its replica."""
+        with self.lock:
+            seat = self.seats.pop(run_id, None)
+            if seat is not None:
+                seat.stand_up()
+        if seat is None or not seat.active:
+            self.worker.batched_send({"op": LEFT, "run_id": run_id})
+
+    @contextmanager
+    def seated(self, order: Order, opening: Opening | None) -> Iterator[Seat | None]:
+        """The rank's seat for the length of an epoch; None if there is none and it cannot be made."""
+        seat = self._find(order) if opening is None else self._sit_down(order, opening)
+        if seat is None:
+            yield None
+            return
+        try:
+            yield seat
+        finally:
+            self._pause(seat)
+
+    def _find(self, order: Order) -> Seat | None:
+        with self.lock:
+            seat = self.seats.get(order.ticket.run_id)
+            if seat is None or (seat.ticket, seat.epoch) != (order.ticket, order.epoch):
+                return None
+            seat.active = True
+            return seat
+
+    def _sit_down(self, order: Order, opening: Opening) -> Seat:
+        old = self.seats.pop(order.ticket.run_id, None)
+        replica = _replica.build(opening.net, opening.state)
+        channel = old.channel if old is not None else open_channel(self.worker, order.ticket)
+        replica.sync_ = make_sync(replica, channel, order.ticket, opening.every)
+        seat = Seat(order.ticket, replica, replica.sync_, channel, order.epoch, active=True)
+        with self.lock:
+            self.seats[order.ticket.run_id] = seat
+        return seat
+
+    def _pause(self, seat: Seat) -> None:
+        with self.lock:
+            seat.active = False
+            over = seat.left.is_set()
+        if over:
+            seat.stand_up()
+            message = {"op": LEFT, "run_id": seat.ticket.run_id}
+            self.worker.loop.add_callback(self.worker.batched_send, message)
+
+
+def make_sync(net: Any, channel: Channel, ticket: Ticket, every: int | None) -> Sync:
+    """The exchange that belongs to ``sync_every``."""
+    if ticket.world_size == 1:
+        return Alone()
+    if every == 0:
+        return GradientSync(net, channel, ticket.rank)
+    return LocalSGD(net, channel, ticket.rank, every)
+
+
+def run_epoch(order: Order, shard: Shard, opening: Opening | None) -> Result | StateNeeded:
+    """The task of one rank: train one epoch and validate.
+
+    Raises
+    ------
+    RunAbortedError
+        If the run ended elsewhere.
+    """
+    worker = get_worker()
+    plugin = worker.plugins[WORKER_PLUGIN]
+    begun = perf_counter()
+    with _environment.training_environment(worker.state.nthreads):
+        with plugin.seated(order, opening) as seat:
+            if seat is None:
+                return StateNeeded()
+            _state.load_settings(seat.replica, order.settings)
+            setup_seconds = perf_counter() - begun
+            seed = _random.stream(order.seed, order.epoch, order.ticket.rank)
+            with _random.seeded(seed):
+                return _Epoch(seat, order, shard, worker).run(setup_seconds)
+
+
+class _Epoch:
+    """The steps of one epoch on one rank."""
+
+    def __init__(self, seat: Seat, order: Order, shard: Shard, worker: Worker) -> None:
+        self.seat = seat
+        self.net = seat.replica
+        self.order = order
+        self.shard = shard
+        self.losses = np.full(len(shard.sizes), np.nan)
+        self.weights = np.zeros(len(shard.sizes))
+        self.reporter = _Reporter(worker, order, self.losses, self.weights)
+
+    def run(self, setup_seconds: float) -> Result:
+        step = -1
+        before = replace(self.seat.channel.traffic)
+        begun = perf_counter()
+        try:
+            self._begin()
+            for step, size in enumerate(self.shard.sizes):
+                self._step(step, size)
+            uniform = self.seat.sync.epoch_ended()
+        except Exception as error:
+            self._blame(error, step)
+            raise
+        traffic = self.seat.channel.traffic.since(before)
+        seconds = perf_counter() - begun - traffic.wait_seconds - traffic.sync_seconds
+        self.seat.epoch += 1
+        return Result(
+            losses=self.losses,
+            weights=self.weights,
+            rows=int(self.shard.sizes.sum()),
+            compute_seconds=seconds,
+            setup_seconds=setup_seconds,
+            traffic=traffic,
+            uniform=uniform,
+            validation=_state.to_bytes(list(self._validate())),
+            state=_state.dump(self.net) if self.order.ticket.rank == 0 else None,
+        )
+
+    def _begin(self) -> None:
+        self.net.initialize_history()
+        self.net.history.new_epoch()
+        self.net.weight_, self.net.loss_ = 0.0, None
+        self.seat.sync.epoch_began()
+        order = self.order
+        n_rows = int(self.shard.sizes.sum())
+        rows = epoch_order(order.seed, order.epoch, order.ticket.rank, n_rows, order.shuffle)
+        self.batches = iter(train_batches(self.net, self.shard, pieces(rows, self.shard.sizes)))
+
+    def _step(self, step: int, size: int) -> None:
+        if self.seat.left.is_set():
+            raise RunAbortedError("the run ended elsewhere")
+        if size:
+            self.losses[step] = self._train(next(self.batches))
+            self.weights[step] = self.net.step_weight_
+        elif self.seat.sync.lockstep:
+            self.losses[step] = self.net.idle_step()
+        self.seat.sync.stepped(step)
+        self.reporter.stepped(step + 1)
+
+    def _train(self, batch: Any) -> float:
+        net = self.net
+        net.history.new_batch()
+        rounds = net.rounds_
+        loss = net.train_step(batch)["loss"].item()
+        if net.rounds_ == rounds:
+            raise DaskpsError(
+                f"{_replica.owner(net).__name__}.train_step made a step without notifying"
+                " 'on_grad_computed', where ranks exchange gradients: notify it after backward."
+            )
+        net.history.record_batch("train_loss", loss)
+        net.history.record_batch("train_batch_size", len(batch[0]))
+        return loss
+
+    def _validate(self) -> Iterator[dict]:
+        for batch in validation_batches(self.net, self.shard):
+            yield self.net.validation_step(batch)
+
+    def _blame(self, error: Exception, step: int) -> None:
+        ticket = self.order.ticket
+        error.add_note(
+            f"Raised on rank {ticket.rank} of {ticket.world_size}, epoch {self.order.epoch + 1},"
+            f" step {step + 1} of {len(self.shard.sizes)}."
+        )
+
+
+class _Reporter:
+    """Tells the client several times a second which steps are done."""
+
+    def __init__(self, worker: Worker, order: Order, losses: np.ndarray, weights: np.ndarray) -> None:
+        self.worker = worker
+        self.order = order
+        self.losses = losses
+        self.weights = weights
+        self.interval = config.seconds("report-interval")
+        self.sent = 0
+        self.due = perf_counter() + self.interval
+
+    def stepped(self, n_steps: int) -> None:
+        if perf_counter() < self.due:
+            return
+        news = slice(self.sent, n_steps)
+        self.worker.log_event(
+            TOPIC,
+            {
+                "run_id": self.order.ticket.run_id,
+                "epoch": self.order.epoch,
+                "rank": self.order.ticket.rank,
+                "losses": self.losses[news].tolist(),
+                "weights": self.weights[news].tolist(),
+            },
+        )
+        self.sent = n_steps
+        self.due = perf_counter() + self.interval

@@ -1,0 +1,252 @@
+"""The estimator."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from numbers import Integral
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from distributed import Client
+from sklearn.base import BaseEstimator, ClassifierMixin
+from sklearn.utils import check_random_state
+from sklearn.utils.validation import check_is_fitted
+from skorch import NeuralNetClassifier
+
+from daskps import _inputs, _master, _random, config
+from daskps._casting import InputCast
+from daskps._cluster import client_for
+from daskps._inputs import TrainingData
+from daskps._launch import open_run
+from daskps._sources import ArraySource, DaskSource, Source
+from daskps._training import Job, Training, fit
+from daskps.report import FitReport
+
+
+class DistributedCNNClassifier(ClassifierMixin, BaseEstimator):
+    """Train one neural network on the workers of a Dask cluster.
+
+    The rows are cut into shards, one for each worker. Every worker computes gradients on its own
+    rows, a parameter server in the scheduler combines them, and all workers make the same step.
+
+    Parameters
+    ----------
+    net : skorch.NeuralNetClassifier, optional
+        The net to train; it is never changed. Its parameters are nested ones of the estimator:
+        ``net__lr``, ``net__module__width``. Without one, a convolutional net is made to fit the data.
+    sync_every : {'batch', 'epoch'} or int, default='batch'
+        When workers meet. 'batch': at every step, on the combined gradient of a batch that they
+        share, which gives the parameters of training in one process. 'epoch': every worker makes
+        steps of ``batch_size`` rows on its own shard, and parameters are averaged when the epoch
+        ends. An integer H: the same, averaged after every H steps.
+    n_workers : int, optional
+        How many workers train. By default one for every usable worker process.
+    client : distributed.Client or str, optional
+        A client or the address of a scheduler. By default the current client and, if there is none,
+        a private ``LocalCluster`` with a process for every core that this process may use.
+    random_state : int, RandomState instance or None, default=None
+        Fixes initial weights, the cut of the data, shuffling and dropout: the same seed and number
+        of workers give the same bits. Without it torch's global seed decides.
+
+    Attributes
+    ----------
+    classes_ : ndarray of shape (n_classes,)
+        The labels.
+    n_features_in_ : int
+        Size of the second axis of X.
+    net_ : skorch.NeuralNetClassifier
+        The trained net. It works on its own, without a cluster, on labels 0 to n_classes - 1.
+    history_ : skorch.history.History
+        The net's history.
+    report_ : FitReport
+        Where the time went.
+
+    Examples
+    --------
+    >>> from daskps import DistributedCNNClassifier, datasets
+    >>> X_train, X_test, y_train, y_test = datasets.load_digits_images()
+    >>> clf = DistributedCNNClassifier(random_state=0).fit(X_train, y_train)  # doctest: +SKIP
+    >>> clf.score(X_test, y_test) > 0.95  # doctest: +SKIP
+    True
+    """
+
+    def __init__(
+        self,
+        net: NeuralNetClassifier | None = None,
+        *,
+        sync_every: str | int = "batch",
+        n_workers: int | None = None,
+        client: Client | str | None = None,
+        random_state: Any = None,
+    ) -> None:
+        self.net = net
+        self.sync_every = sync_every
+        self.n_workers = n_workers
+        self.client = client
+        self.random_state = random_state
+
+    def fit(self, X: Any, y: Any) -> DistributedCNNClassifier:
+        """Train on X and y, from new weights.
+
+        Parameters
+        ----------
+        X : array of shape (n_samples, ...)
+            A numpy array, a torch tensor, or a dask array, whose chunks stay on the cluster.
+        y : array of shape (n_samples,)
+            Labels of any kind that scikit-learn takes for classification.
+
+        Returns
+        -------
+        DistributedCNNClassifier
+            This object.
+
+        Raises
+        ------
+        ValueError, TypeError
+            If an argument is not what it has to be; before any work is sent.
+        ClusterTooSmallError
+            If fewer than ``n_workers`` came within ``daskps.timeouts.workers``.
+        InstallationError
+            If daskps is missing, or of another version, on the scheduler or on a worker.
+        WorkerLostError
+            If a worker left during the fit.
+        """
+        clock = Stopwatch()
+        every = steps_between_rounds(self.sync_every)
+        _check_n_workers(self.n_workers)
+        with ExitStack() as stack:
+            on_cluster = _inputs.is_dask(X) or _inputs.is_dask(y)
+            client = stack.enter_context(client_for(self.client)) if on_cluster else None
+            data = _inputs.check_fit(self, X, y, client)
+            net, seed = self._initialised(data)
+            source = _source(net, data)
+            _master.check(net, _one_row(data.X), len(data.classes), len(source.dataset_train), every)
+            clock.lap("checks")
+            client = client or stack.enter_context(client_for(self.client))
+            self._train(client, Job(net, source, every, seed), data, clock)
+        return self
+
+    def predict(self, X: Any) -> np.ndarray:
+        """The most probable label of every row.
+
+        Parameters
+        ----------
+        X : array of shape (n_samples, ...)
+
+        Returns
+        -------
+        ndarray of shape (n_samples,)
+            Of the dtype of the labels in ``fit``.
+        """
+        probabilities = self.predict_proba(X)
+        return self.classes_[probabilities.argmax(axis=1)]
+
+    def predict_proba(self, X: Any) -> np.ndarray:
+        """The probability of every label, whatever the net's criterion.
+
+        Parameters
+        ----------
+        X : array of shape (n_samples, ...)
+
+        Returns
+        -------
+        ndarray of shape (n_samples, n_classes)
+            Rows sum to 1; columns are in the order of ``classes_``.
+        """
+        check_is_fitted(self)
+        X = InputCast.of(self.net_.module_).array(_inputs.check_predict(self, X))
+        probabilities = self.net_.predict_proba(X)
+        if probabilities.shape[1] > len(self.classes_):  # outputs that no label of fit belongs to
+            probabilities = probabilities[:, : len(self.classes_)]
+            probabilities = probabilities / probabilities.sum(axis=1, keepdims=True)
+        return probabilities
+
+    def _initialised(self, data: TrainingData) -> tuple[NeuralNetClassifier, int]:
+        """A new net for the data, and the seed of its run."""
+        seed = None
+        if self.random_state is not None:
+            seed = int(check_random_state(self.random_state).randint(2**31 - 1))
+        with _random.LOCK, _random.seeded(seed):
+            net = _master.build(self.net if self.net is not None else _default_net(data))
+            # Drawn after the weights, so that these are plain skorch's under the same torch seed.
+            return net, int(torch.randint(2**31 - 1, ()))
+
+    def _train(self, client: Client, job: Job, data: TrainingData, clock: Stopwatch) -> None:
+        most = max(1, len(job.source.dataset_train) // config.get("min-rows-per-rank"))
+        with open_run(client, self.n_workers, most) as run:
+            clock.lap("lease")
+            report = FitReport(run.world_size, self.sync_every, job.batch_size)
+            training = Training(job, run, report)
+            training.place()
+            clock.lap("scatter")
+            report.startup_seconds.update(clock.laps)
+            fit(training, data.X, data.y)
+        self.classes_ = data.classes
+        self.net_, self.history_, self.report_ = job.net, job.net.history, report
+
+
+class Stopwatch:
+    """Named stretches of time, in seconds."""
+
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self._last = perf_counter()
+
+    def lap(self, name: str) -> None:
+        """End the current stretch."""
+        now = perf_counter()
+        self.laps[name], self._last = now - self._last, now
+
+
+def steps_between_rounds(sync_every: str | int) -> int | None:
+    """Local steps between two averages: 0 in batch mode, None for one average an epoch.
+
+    Raises
+    ------
+    ValueError
+        If ``sync_every`` is not 'batch', 'epoch' or an integer >= 1.
+    """
+    if sync_every == "batch":
+        return 0
+    if sync_every == "epoch":
+        return None
+    if isinstance(sync_every, Integral) and not isinstance(sync_every, bool) and sync_every >= 1:
+        return int(sync_every)
+    raise ValueError(
+        "The 'sync_every' parameter must be 'batch', 'epoch' or an integer >= 1, got"
+        f" {sync_every!r} instead."
+    )
+
+
+def _check_n_workers(n_workers: Any) -> None:
+    whole = isinstance(n_workers, Integral) and not isinstance(n_workers, bool)
+    if n_workers is not None and not (whole and n_workers >= 1):
+        raise ValueError(
+            f"The 'n_workers' parameter must be None or an integer >= 1, got {n_workers!r} instead."
+        )
+
+
+def _default_net(data: TrainingData) -> NeuralNetClassifier:
+    from daskps.modules import default_net, input_statistics
+    mean, std = input_statistics(data.X)
+    wide = data.X.ndim == 2 and data.X.dtype.itemsize == 8
+    dtype = torch.float64 if wide else torch.float32
+    return default_net(data.X.shape[1:], len(data.classes), dtype=dtype, mean=mean, std=std)
+
+
+def _source(net: NeuralNetClassifier, data: TrainingData) -> Source:
+    net.check_data(data.X, data.y)
+    try:
+        if _inputs.is_dask(data.X):
+            return DaskSource(net, data.X, data.y)
+        return ArraySource(net, InputCast.of(net.module_).shrunk(data.X), data.y)
+    except ValueError as error:
+        raise ValueError(
+            f"train_split={net.train_split!r} cannot split n_samples={len(data.y)}: {error}"
+        ) from error
+
+
+def _one_row(X: Any) -> np.ndarray:
+    return np.zeros((1, *X.shape[1:]), X.dtype) if _inputs.is_dask(X) else X[:1]

@@ -1,0 +1,28 @@
+"""The settings under ``daskps:`` in Dask's configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import dask.config
+import yaml
+from dask.utils import parse_timedelta
+
+
+def get(key: str) -> Any:
+    """The value of ``daskps.<key>``."""
+    return dask.config.get(f"daskps.{key}")
+
+
+def seconds(key: str) -> float:
+    """The duration under ``daskps.<key>``, in seconds."""
+    return float(parse_timedelta(get(key), default="s"))
+
+
+def _load_defaults() -> None:
+    text = Path(__file__).with_name("daskps.yaml").read_text(encoding="utf-8")
+    dask.config.update_defaults(yaml.safe_load(text))
+
+
+_load_defaults()

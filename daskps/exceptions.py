@@ -1,0 +1,35 @@
+"""What can go wrong in a fit, one class for each thing that a caller may want to tell apart."""
+
+from __future__ import annotations
+
+
+class DaskpsError(RuntimeError):
+    """Base of all errors that daskps raises about a cluster or a run."""
+
+
+class InstallationError(DaskpsError):
+    """daskps is missing, or of another version, on the scheduler or on a worker."""
+
+
+class ClusterTooSmallError(DaskpsError):
+    """Fewer usable workers came than the fit asked for, within ``daskps.timeouts.workers``."""
+
+
+class WorkerLostError(DaskpsError):
+    """A worker that held a rank left the cluster during a fit."""
+
+
+class RoundTimeoutError(DaskpsError):
+    """A round of the parameter server was not complete within ``daskps.timeouts.round``."""
+
+
+class RunAbortedError(DaskpsError):
+    """A rank left because its run ended elsewhere: a consequence, never the cause."""
+
+
+class StaleMessageError(DaskpsError):
+    """A message of a run, a generation or a round that is over."""
+
+
+class InvalidMessageError(DaskpsError):
+    """A message that the protocol does not allow at this point."""
