@@ -34,7 +34,7 @@ _HOMES = {
     "WorkerLostError": "daskps.exceptions",
 }
 
-__all__ = [  # noqa: PLE0604
+__all__ = [
     "CNN",
     "ClusterTooSmallError",
     "DaskpsError",

@@ -95,7 +95,7 @@ class EpochReplay:
     def _catch_up(self) -> None:
         n_known = min(len(losses) for losses in self._losses)
         while self._next < n_known:
-            loss = torch.tensor(self._combined_loss(self._next))
+            loss = torch.tensor(self._combined_loss(self._next), dtype=torch.float64)
             self._batch(self._rows[self._next], {"loss": loss, "y_pred": None}, training=True)
             self._next += 1
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import multiprocessing
 import os
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from multiprocessing.util import Finalize
 from weakref import WeakSet
 
+import distributed.utils
 from dask.system import cpu_count
 from distributed import Client, LocalCluster, get_worker, worker_client
 
@@ -23,10 +27,8 @@ _UNGUARDED = (
     "if it stands there already, start a `distributed.Client()` before fit to see what is wrong."
 )
 
-# A forked child gets copies of all clients that say "running" while nothing runs them.
+# Clients of the process from which this one was forked: they say "running", but nothing runs them.
 _inherited: WeakSet[Client] = WeakSet()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=lambda: _inherited.update(Client._instances))
 
 # By process: the child must not touch the parent's, nor drop it, which would close it.
 _locks: dict[int, threading.Lock] = {}
@@ -52,8 +54,10 @@ def client_for(client: Client | str | None) -> Iterator[Client]:
     with ExitStack() as stack:
         own = stack.enter_context(worker_client()) if in_task() else None
         if isinstance(client, str):
-            client = stack.enter_context(Client(client, set_as_default=False))
-        yield _usable(client or own or _current_client() or _private_client())
+            used = stack.enter_context(Client(client, set_as_default=False))
+        else:
+            used = client or own or _current_client() or _private_client()
+        yield _usable(used)
 
 
 def in_task() -> bool:
@@ -105,26 +109,60 @@ def _private_client() -> Client:
 
 
 def _start_private_client() -> Client:
-    daemonic = multiprocessing.current_process().daemon  # which may not have children
     try:
-        with _muted("distributed"):
-            cluster = LocalCluster(
-                n_workers=1 if daemonic else _cores(),
-                threads_per_worker=1,
-                processes=not daemonic,
-                dashboard_address=None,
-            )
+        with _muted("distributed"), _same_environ():
+            cluster = _local_cluster()
     except RuntimeError:
         raise DaskpsError(_UNGUARDED) from None
-    return Client(cluster, set_as_default=False)
+    client = Client(cluster, set_as_default=False)
+    _close_at_exit(client, cluster)
+    return client
 
 
-def _cores() -> int:
-    """Return how many cores this process may use."""
-    cores = cpu_count()
-    if multiprocessing.parent_process() is not None:  # joblib tells a child its share this way
-        cores = min(cores, int(os.environ.get("OMP_NUM_THREADS", cores)))
-    return cores
+def _close_at_exit(client: Client, cluster: LocalCluster) -> None:
+    """Close client and cluster in this order, or the scheduler laments the results of the first.
+
+    A child of multiprocessing runs no atexit, only finalizers; 100 is before those of the queues
+    through which the workers are told to stop.
+    """
+
+    def close() -> None:
+        client.close()
+        cluster.close()
+
+    atexit.register(Finalize(None, close, exitpriority=100))
+
+
+def _local_cluster() -> LocalCluster:
+    """Start one process per core that this process may use or, in a pool, one worker in it."""
+    return LocalCluster(
+        n_workers=1 if _in_pool() else cpu_count(),
+        threads_per_worker=1,
+        processes=not _in_pool(),
+        dashboard_address=None,
+        scheduler_kwargs={"dashboard_address": ":0"},  # or it asks for 8787 nevertheless
+    )
+
+
+def _in_pool() -> bool:
+    """Whether this is one of several children that share the cores, of a Pool or of joblib.
+
+    The first may not have children; those of the second could not start.
+    """
+    daemonic = multiprocessing.current_process().daemon
+    return daemonic or multiprocessing.get_start_method(allow_none=True) == "loky"
+
+
+@contextmanager
+def _same_environ() -> Iterator[None]:
+    """Take out again what a nanny writes into its own environment, such as OMP_NUM_THREADS=1."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        for name in set(os.environ) - set(before):
+            del os.environ[name]
+        os.environ.update(before)
 
 
 @contextmanager
@@ -142,3 +180,17 @@ def _muted(name: str) -> Iterator[None]:
     finally:
         for handler in handlers:
             handler.removeFilter(nothing)
+
+
+def _after_fork() -> None:
+    """Tell apart what the parent left behind, and renew what a new client needs to work.
+
+    distributed serialises large messages on one thread of its own, which stays in the parent: the
+    child would wait for ever for its first message of 10 MB.
+    """
+    _inherited.update(Client._instances)
+    distributed.utils._offload_executor = ThreadPoolExecutor(1, "Dask-Offload")
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -11,7 +11,11 @@ import torch
 from distributed import Client
 from sklearn.base import BaseEstimator
 from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import check_array, check_consistent_length, column_or_1d, validate_data
+from sklearn.utils.validation import (
+    check_consistent_length,
+    column_or_1d,
+    validate_data,
+)
 
 # Everything that Dask calls a collection has this method.
 _DASK = "__dask_graph__"
@@ -52,9 +56,7 @@ def check_fit(estimator: BaseEstimator, X: Any, y: Any, client: Client | None) -
         classification target, or of one class only.
     """
     if y is None:
-        raise ValueError(
-            f"{type(estimator).__name__} requires y to be passed, but the target y is None."
-        )
+        raise ValueError(f"{type(estimator).__name__} requires y to be passed, but the target y is None.")
     with client.as_current() if client is not None else nullcontext():
         y = _local(y)
         X = _check_dask(X) if is_dask(X) else _local(X)
@@ -106,4 +108,4 @@ def _check_dask(X: Any) -> Any:
         raise ValueError(f"X has the dtype {X.dtype}, numbers are needed.")
     if np.isnan(X.shape[0]):
         X = X.persist().compute_chunk_sizes()
-    return X.rechunk({axis: -1 for axis in range(1, X.ndim)})
+    return X.rechunk(dict.fromkeys(range(1, X.ndim), -1))

@@ -17,7 +17,6 @@ import daskps
 from daskps import config
 from daskps._events import events_of
 from daskps._scheduler_plugin import DaskpsSchedulerPlugin
-from daskps._sources import scatter
 from daskps._spec import CLOSE, OPEN, Ticket
 from daskps._worker import DaskpsWorkerPlugin, Opening, Order, Result, StateNeeded, run_epoch
 from daskps.exceptions import (
@@ -60,9 +59,7 @@ class Run:
         """What identifies a rank in every message."""
         return Ticket(self.run_id, self._generation, rank, self.world_size)
 
-    def epoch(
-        self, orders: Sequence[Order], opening: Opening | None, on_steps: Progress
-    ) -> list[Result]:
+    def epoch(self, orders: Sequence[Order], opening: Opening | None, on_steps: Progress) -> list[Result]:
         """Train one epoch on all ranks.
 
         Parameters
@@ -97,9 +94,7 @@ class Run:
                 future.release()
 
     def _send(self, opening: Opening) -> Future:
-        futures = self.client.scatter(
-            [opening], workers=self.addresses, broadcast=True, hash=False
-        )
+        futures = self.client.scatter([opening], workers=self.addresses, broadcast=True, hash=False)
         return futures[0]
 
     def _submit(self, order: Order, opening: Future | None) -> Future:

@@ -6,16 +6,18 @@ import torch
 from skorch import NeuralNet, NeuralNetClassifier
 from torch import nn
 
+from daskps._spec import Reduction
+
 _SKORCH_LOSSES = (NeuralNet.get_loss, NeuralNetClassifier.get_loss)
 _FORWARDS = (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
 
 
-def reduction(net: NeuralNet) -> str:
+def reduction(net: NeuralNet) -> Reduction:
     """'sum' for a criterion that adds over its rows, else 'mean'."""
     return "sum" if getattr(net.criterion_, "reduction", "mean") == "sum" else "mean"
 
 
-def divisor(net: NeuralNet, loss_owner: type, y_true: torch.Tensor) -> float:
+def divisor(net: NeuralNet, loss_owner: type[NeuralNet], y_true: torch.Tensor) -> float:
     """What the net's loss of these targets divides by.
 
     Parameters

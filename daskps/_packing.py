@@ -59,9 +59,7 @@ class FlatBuffer:
         """Read a combined buffer: tensors that are valid until the next pack, and the loss."""
         np.copyto(self.array, combined)
         present = (self._flags != 0).tolist()
-        tensors = [
-            self._restored(index) if flag else None for index, flag in enumerate(present)
-        ]
+        tensors = [self._restored(index) if flag else None for index, flag in enumerate(present)]
         return tensors, float(self._flat[-1])
 
     def _restored(self, index: int) -> Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -62,10 +63,11 @@ def plan_batches(n_rows: int, batching: Batching, world_size: int, seed: int) ->
 
 
 def plan_local(n_rows: int, batching: Batching, world_size: int, seed: int) -> Plan:
-    """Deal the rows likewise, but let every rank make steps of ``batch_size`` rows of its own."""
-    dealt = plan_batches(n_rows, batching, world_size, seed)
-    lengths = [len(rows) for rows in dealt.rows]
-    return Plan(dealt.rows, local_steps(lengths, batching.batch_size))
+    """Deal the rows one by one, and let every rank make steps of ``batch_size`` rows of its own."""
+    order = serial_order(n_rows, batching, seed)[: batching.sizes(n_rows).sum()]
+    n_ranks = np.count_nonzero(deal(len(order), world_size))
+    rows = [order[rank::n_ranks] if rank < n_ranks else order[:0] for rank in range(world_size)]
+    return Plan(rows, local_steps([len(held) for held in rows], batching.batch_size))
 
 
 def serial_order(n_rows: int, batching: Batching, seed: int) -> np.ndarray:
@@ -106,14 +108,18 @@ def local_steps(lengths: Sequence[int], batch_size: int) -> np.ndarray:
     """(world_size, n_steps) rows of every local step, as many steps on every rank.
 
     The longest shards are cut as the serial iterator cuts them. A shard that this would leave with
-    fewer steps, or with a rest of one row, is cut evenly.
+    fewer steps, or with a rest of one row, is cut evenly. A rank alone makes the serial steps.
     """
+    if len(lengths) == 1:
+        return Batching(batch_size).sizes(lengths[0])[np.newaxis]
     size = max(lengths) if batch_size == -1 else batch_size
     n_steps = -(-max(lengths) // size)
     return np.stack([_local_sizes(n, size, n_steps) for n in lengths])
 
 
 def _local_sizes(n_rows: int, batch_size: int, n_steps: int) -> np.ndarray:
+    if batch_size == 1:
+        return (np.arange(n_steps) < n_rows).astype(np.intp)
     serial = Batching(batch_size).sizes(n_rows)
     if len(serial) == n_steps and serial[-1] != 1:
         return serial
@@ -126,14 +132,14 @@ def spread(lengths: Sequence[int], n_steps: int) -> np.ndarray:
     A shard of few rows takes part in fewer steps, with two or three rows each.
     """
     sizes = np.zeros((len(lengths), n_steps), dtype=np.intp)
-    start = 0  # the extra rows go round, so that no step gets one from every rank
+    start = 0  # what not every step gets goes round, so that no step gets it from every rank
     for rank, n_rows in enumerate(lengths):
         taken = min(n_steps, max(1, n_rows // 2))
         base, extra = divmod(n_rows, taken)
         steps = (start + np.arange(taken)) % n_steps
         sizes[rank, steps] = base
         sizes[rank, steps[:extra]] += 1
-        start = (start + extra) % n_steps
+        start = (start + (extra if taken == n_steps else taken)) % n_steps
     return sizes
 
 
@@ -151,7 +157,7 @@ def epoch_order(seed: int, epoch: int, rank: int, n_rows: int, shuffle: bool) ->
 
 def pieces(rows: np.ndarray, sizes: np.ndarray) -> list[np.ndarray]:
     """Cut rows into pieces of the given sizes."""
-    return np.split(rows, np.cumsum(sizes)[:-1]) if len(sizes) else []
+    return np.split(rows, np.cumsum(sizes))[:-1]
 
 
 def step_rows(plan: Plan, seed: int, epoch: int, shuffle: bool) -> list[np.ndarray]:
@@ -181,17 +187,19 @@ class Cut:
         return [rows for owner, rows in self.validation if owner == rank]
 
 
-def deal_validation(
-    n_rows: int, batching: Batching, world_size: int
-) -> list[tuple[int, np.ndarray]]:
+def deal_validation(n_rows: int, batching: Batching, world_size: int) -> list[tuple[int, np.ndarray]]:
     """Deal the serial validation batches whole: cut, a class-weighted loss would be another."""
     batches = pieces(np.arange(n_rows), batching.sizes(n_rows))
     return [(number % world_size, rows) for number, rows in enumerate(batches)]
 
 
 def cut_blocks(
-    train_rows: np.ndarray, valid_rows: np.ndarray, batching: Batching, valid: Batching,
-    bounds: np.ndarray, local: bool,
+    train_rows: np.ndarray,
+    valid_rows: np.ndarray,
+    batching: Batching,
+    valid: Batching,
+    bounds: np.ndarray,
+    local: bool,
 ) -> Cut:
     """Cut data that has to stay in contiguous blocks of rows, as a dask array's.
 
@@ -207,17 +215,15 @@ def cut_blocks(
     """
     n_used = int(batching.sizes(len(train_rows)).sum())
     ends = np.searchsorted(train_rows[:n_used], bounds)
-    rows = [np.arange(start, end) for start, end in zip(ends, ends[1:], strict=False)]
+    rows = [np.arange(start, end) for start, end in pairwise(ends)]
     lengths = [len(held) for held in rows]
     sizes = (
-        local_steps(lengths, batching.batch_size)
-        if local
-        else spread(lengths, len(batching.sizes(n_used)))
+        local_steps(lengths, batching.batch_size) if local else spread(lengths, len(batching.sizes(n_used)))
     )
     ends = np.searchsorted(valid_rows, bounds)
     validation = [
         (rank, piece)
-        for rank, (start, end) in enumerate(zip(ends, ends[1:], strict=False))
+        for rank, (start, end) in enumerate(pairwise(ends))
         for piece in pieces(np.arange(start, end), valid.sizes(end - start))
     ]
     return Cut(Plan(rows, sizes), validation)

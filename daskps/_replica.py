@@ -24,6 +24,8 @@ class _Synchronised:
     sync_: Sync
     cast_: InputCast
     rounds_: int
+    weight_: float
+    loss_: torch.Tensor | None
 
     def infer(self, x: Any, **fit_params: Any) -> Any:
         return super().infer(self.cast_.tensor(x), **fit_params)  # type: ignore[misc]
@@ -31,7 +33,7 @@ class _Synchronised:
     def get_loss(self, y_pred: Any, y_true: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss = super().get_loss(y_pred, y_true, *args, **kwargs)  # type: ignore[misc]
         if kwargs.get("training"):
-            self.weight_ += _losses.divisor(self, owner(self), y_true)  # type: ignore[arg-type]
+            self.weight_ += _losses.divisor(self, owner(self), y_true)
             self.loss_ = loss
         return loss
 

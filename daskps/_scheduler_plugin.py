@@ -156,14 +156,13 @@ class DaskpsSchedulerPlugin(SchedulerPlugin):
         arrived = monotonic()
         loop = asyncio.get_running_loop()
         try:
-            result = await loop.run_in_executor(self._adder, combine, complete)
+            mean = await loop.run_in_executor(self._adder, combine, complete)
         except Exception as error:  # an aggregator's bug must reach all ranks, not hang them
-            result = error
-        if not future.done():
-            if isinstance(result, Exception):
-                future.set_exception(DaskpsError(f"combining a round failed: {result!r}"))
-            else:
-                future.set_result((result, arrived))
+            if not future.done():
+                future.set_exception(DaskpsError(f"combining a round failed: {error!r}"))
+        else:
+            if not future.done():
+                future.set_result((mean, arrived))
 
     # Handlers: what workers say of themselves
 
@@ -279,7 +278,7 @@ class DaskpsSchedulerPlugin(SchedulerPlugin):
         # No hook tells when a paused worker runs again, hence a look every now and then.
         try:
             await asyncio.wait_for(self._changed.wait(), at_most)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             return
 
 
@@ -307,7 +306,7 @@ class _Run:
 async def _within(timeout: float, future: Awaitable, server: ParameterServer) -> Any:
     try:
         return await asyncio.wait_for(asyncio.shield(future), timeout)
-    except asyncio.TimeoutError:
+    except TimeoutError:
         raise RoundTimeoutError(
             f"Round {server.round} waited {timeout:g} s for ranks {server.missing()}. If their steps"
             " take that long, raise daskps.timeouts.round."
@@ -323,9 +322,7 @@ def _refuse_other_versions(eligible: dict[str, str]) -> None:
             )
 
 
-def _too_small(
-    request: Request, n_processes: int, silent: list[str], patience: float
-) -> DaskpsError:
+def _too_small(request: Request, n_processes: int, silent: list[str], patience: float) -> DaskpsError:
     if silent:
         return InstallationError(
             f"The workers {silent} did not load daskps within {patience:g} s: install daskps"

@@ -94,9 +94,7 @@ class ParameterServer:
         if c.reduction not in REDUCTIONS:
             raise InvalidMessageError(f"reduction {c.reduction!r} is not one of {REDUCTIONS}")
         if (c.weight > 0) != (c.buffer.size > 0):
-            raise InvalidMessageError(
-                f"rank {c.rank} sent {c.buffer.size} values with weight {c.weight}"
-            )
+            raise InvalidMessageError(f"rank {c.rank} sent {c.buffer.size} values with weight {c.weight}")
 
     def _refuse_unlike(self, c: Contribution) -> None:
         """All that count in a round have the same length, dtype and reduction."""

@@ -10,7 +10,7 @@ import torch
 from distributed import Client, Future
 from skorch import NeuralNet
 from skorch.utils import multi_indexing
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Subset
 
 from daskps import _loading
 from daskps._partitions import (
@@ -27,8 +27,8 @@ from daskps._partitions import (
 class Source(Protocol):
     """Training and validation rows that can be cut and brought to workers."""
 
-    dataset_train: Dataset
-    dataset_valid: Dataset | None
+    dataset_train: Any
+    dataset_valid: Any
 
     def cut(self, net: NeuralNet, world_size: int, local: bool, seed: int) -> Cut:
         """Decide who gets which rows."""
@@ -142,9 +142,7 @@ class DaskSource:
         )
 
     def place(self, client: Client, cut: Cut, addresses: Sequence[str]) -> list[Future]:
-        return [
-            self._place_one(client, cut, rank, address) for rank, address in enumerate(addresses)
-        ]
+        return [self._place_one(client, cut, rank, address) for rank, address in enumerate(addresses)]
 
     def batch(self, rows: np.ndarray, training: bool) -> LazyBatch:
         return LazyBatch(lambda: (None, torch.as_tensor(self._y[self._rows[training][rows]])))

@@ -37,8 +37,7 @@ def dump_settings(net: NeuralNet) -> bytes:
     return to_bytes(
         {
             "requires_grad": {
-                name: [p.requires_grad for p in module.parameters()]
-                for name, module in _modules(net)
+                name: [p.requires_grad for p in module.parameters()] for name, module in _modules(net)
             },
             "param_groups": {
                 name: [_without_params(g) for g in getattr(net, name + "_").param_groups]

@@ -111,18 +111,14 @@ class Training:
         return Opening(_replica.pack(self.net), _state.dump(self.net), self._every)
 
     def _load(self, results: Sequence[Result]) -> None:
-        state = results[0].state
-        assert state is not None
-        _state.load(self.net, state)
+        _state.load(self.net, results[0].state)
         self._held = Snapshot(self.net) if all(r.uniform for r in results) else None
 
     def _note(self, epoch: int, results: Sequence[Result]) -> None:
         if epoch == 0:
             slowest = max(result.setup_seconds for result in results)
             self._report.startup_seconds["replicas"] = slowest
-        self._report.ranks += [
-            _entry(epoch, rank, result) for rank, result in enumerate(results)
-        ]
+        self._report.ranks += [_entry(epoch, rank, result) for rank, result in enumerate(results)]
 
 
 def fit(training: Training, X: Any, y: Any) -> None:

@@ -83,7 +83,7 @@ class CommChannel:
         patience = config.seconds("timeouts.round") + config.seconds("timeouts.connect")
         try:
             return await asyncio.wait_for(self._exchange(message), patience)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise RoundTimeoutError(f"the scheduler did not answer for {patience:g} s") from None
         except (CommClosedError, OSError) as error:
             raise RunAbortedError(f"the scheduler closed the connection: {error}") from error
@@ -121,9 +121,7 @@ def open_channel(worker: Worker, ticket: Ticket) -> CommChannel:
 async def _join(worker: Worker, ticket: Ticket) -> Comm:
     timeout = config.seconds("timeouts.connect")
     try:
-        comm = await connect(
-            worker.scheduler.address, timeout, deserialize=False, **worker.connection_args
-        )
+        comm = await connect(worker.scheduler.address, timeout, deserialize=False, **worker.connection_args)
         await comm.write(
             {
                 "op": JOIN,
@@ -134,7 +132,7 @@ async def _join(worker: Worker, ticket: Ticket) -> Comm:
             }
         )
         greeting = await asyncio.wait_for(comm.read(), timeout)
-    except (OSError, asyncio.TimeoutError) as error:
+    except (TimeoutError, OSError) as error:
         raise RunAbortedError(f"cannot join the run at the scheduler: {error!r}") from error
     if greeting["status"] != "OK":
         _wire.result(greeting)

@@ -65,8 +65,7 @@ def result(message: dict) -> tuple[np.ndarray, float]:
 
 
 def _frame(buffer: np.ndarray) -> Serialized:
-    frames = [memoryview(buffer).cast("B")] if buffer.size else []
-    return Serialized({}, frames)
+    return Serialized({}, [buffer.data.cast("B")] if buffer.size else [])
 
 
 def _array(serialized: Serialized, dtype: str) -> np.ndarray:

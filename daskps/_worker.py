@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import uuid
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -62,8 +63,8 @@ class Result:
     uniform: bool
     """Whether all ranks hold the same state now."""
     validation: bytes
-    state: bytes | None
-    """The replica's state, from rank 0."""
+    state: bytes
+    """The replica's state, from rank 0; empty from the others, whose is the same."""
 
 
 class StateNeeded:
@@ -82,11 +83,10 @@ class Seat:
     active: bool = False
     left: threading.Event = field(default_factory=threading.Event)
 
-    def stand_up(self) -> None:
-        """Leave the run: the step loop ends at its next look, a wait for other ranks at once."""
-        self.left.set()
-        if not self.active:
-            self.channel.close()
+    def close(self) -> None:
+        """Hang up and give the process back as it was."""
+        self.channel.close()
+        _environment.restore_malloc()
 
 
 class DaskpsWorkerPlugin(WorkerPlugin):
@@ -98,6 +98,7 @@ class DaskpsWorkerPlugin(WorkerPlugin):
     def setup(self, worker: Worker) -> None:
         self.worker = worker
         self.seats: dict[str, Seat] = {}
+        self.over: deque[str] = deque(maxlen=1000)  # runs that ended, maybe before a rank sat down
         self.lock = threading.Lock()
         worker.stream_handlers[FORGET] = self.forget
         worker.batched_send({"op": HELLO, "process": PROCESS, "version": daskps.__version__})
@@ -109,11 +110,13 @@ class DaskpsWorkerPlugin(WorkerPlugin):
     def forget(self, run_id: str) -> None:
         """The run is over: stop its rank and drop its replica."""
         with self.lock:
+            self.over.append(run_id)
             seat = self.seats.pop(run_id, None)
+            active = seat is not None and seat.active
             if seat is not None:
-                seat.stand_up()
-        if seat is None or not seat.active:
-            self.worker.batched_send({"op": LEFT, "run_id": run_id})
+                seat.left.set()  # the step loop looks at it once a step
+        if not active:
+            self._leave(run_id, seat)
 
     @contextmanager
     def seated(self, order: Order, opening: Opening | None) -> Iterator[Seat | None]:
@@ -136,23 +139,36 @@ class DaskpsWorkerPlugin(WorkerPlugin):
             return seat
 
     def _sit_down(self, order: Order, opening: Opening) -> Seat:
-        old = self.seats.pop(order.ticket.run_id, None)
+        """A new replica in the state that the client sent, on the connection that the run has."""
+        run_id = order.ticket.run_id
+        channel = self.seats[run_id].channel if run_id in self.seats else self._arrive(order.ticket)
         replica = _replica.build(opening.net, opening.state)
-        channel = old.channel if old is not None else open_channel(self.worker, order.ticket)
         replica.sync_ = make_sync(replica, channel, order.ticket, opening.every)
         seat = Seat(order.ticket, replica, replica.sync_, channel, order.epoch, active=True)
         with self.lock:
-            self.seats[order.ticket.run_id] = seat
-        return seat
+            if run_id not in self.over:
+                self.seats[run_id] = seat
+                return seat
+        seat.close()
+        raise RunAbortedError("the run ended before this rank began")
+
+    def _arrive(self, ticket: Ticket) -> Channel:
+        channel = open_channel(self.worker, ticket)
+        _environment.tune_malloc()
+        return channel
 
     def _pause(self, seat: Seat) -> None:
         with self.lock:
             seat.active = False
             over = seat.left.is_set()
         if over:
-            seat.stand_up()
-            message = {"op": LEFT, "run_id": seat.ticket.run_id}
-            self.worker.loop.add_callback(self.worker.batched_send, message)
+            self._leave(seat.ticket.run_id, seat)
+
+    def _leave(self, run_id: str, seat: Seat | None) -> None:
+        if seat is not None:
+            seat.close()
+        # On the event loop, whichever thread this is.
+        self.worker.loop.add_callback(self.worker.batched_send, {"op": LEFT, "run_id": run_id})
 
 
 def make_sync(net: Any, channel: Channel, ticket: Ticket, every: int | None) -> Sync:
@@ -173,17 +189,16 @@ def run_epoch(order: Order, shard: Shard, opening: Opening | None) -> Result | S
         If the run ended elsewhere.
     """
     worker = get_worker()
-    plugin = worker.plugins[WORKER_PLUGIN]
+    plugin: Any = worker.plugins[WORKER_PLUGIN]
     begun = perf_counter()
-    with _environment.training_environment(worker.state.nthreads):
-        with plugin.seated(order, opening) as seat:
-            if seat is None:
-                return StateNeeded()
-            _state.load_settings(seat.replica, order.settings)
-            setup_seconds = perf_counter() - begun
-            seed = _random.stream(order.seed, order.epoch, order.ticket.rank)
-            with _random.seeded(seed):
-                return _Epoch(seat, order, shard, worker).run(setup_seconds)
+    threads = _environment.torch_threads(worker.state.nthreads)
+    with threads, plugin.seated(order, opening) as seat:
+        if seat is None:
+            return StateNeeded()
+        _state.load_settings(seat.replica, order.settings)
+        setup_seconds = perf_counter() - begun
+        with _random.seeded(_random.stream(order.seed, order.epoch, order.ticket.rank)):
+            return _Epoch(seat, order, shard, worker).run(setup_seconds)
 
 
 class _Epoch:
@@ -222,7 +237,7 @@ class _Epoch:
             traffic=traffic,
             uniform=uniform,
             validation=_state.to_bytes(list(self._validate())),
-            state=_state.dump(self.net) if self.order.ticket.rank == 0 else None,
+            state=_state.dump(self.net) if self.order.ticket.rank == 0 else b"",
         )
 
     def _begin(self) -> None:

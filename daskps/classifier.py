@@ -212,7 +212,7 @@ def steps_between_rounds(sync_every: str | int) -> int | None:
         return 0
     if sync_every == "epoch":
         return None
-    if isinstance(sync_every, Integral) and not isinstance(sync_every, bool) and sync_every >= 1:
+    if _is_count(sync_every):
         return int(sync_every)
     raise ValueError(
         "The 'sync_every' parameter must be 'batch', 'epoch' or an integer >= 1, got"
@@ -220,9 +220,12 @@ def steps_between_rounds(sync_every: str | int) -> int | None:
     )
 
 
+def _is_count(value: Any) -> bool:
+    return not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= 1
+
+
 def _check_n_workers(n_workers: Any) -> None:
-    whole = isinstance(n_workers, Integral) and not isinstance(n_workers, bool)
-    if n_workers is not None and not (whole and n_workers >= 1):
+    if n_workers is not None and not _is_count(n_workers):
         raise ValueError(
             f"The 'n_workers' parameter must be None or an integer >= 1, got {n_workers!r} instead."
         )
@@ -230,6 +233,7 @@ def _check_n_workers(n_workers: Any) -> None:
 
 def _default_net(data: TrainingData) -> NeuralNetClassifier:
     from daskps.modules import default_net, input_statistics
+
     mean, std = input_statistics(data.X)
     wide = data.X.ndim == 2 and data.X.dtype.itemsize == 8
     dtype = torch.float64 if wide else torch.float32

@@ -72,12 +72,12 @@ class FitReport:
         return sum(entry.rows for entry in self.ranks) / self.batch_size
 
     @property
-    def C(self) -> float:  # noqa: N802
+    def C(self) -> float:
         """Seconds of computing per batch, as one worker alone would need them."""
         return _ratio(sum(entry.compute_seconds for entry in self.ranks), self.n_batches)
 
     @property
-    def S(self) -> float:  # noqa: N802
+    def S(self) -> float:
         """Seconds of waiting and moving data per batch."""
         idle = sum(entry.wait_seconds + entry.sync_seconds for entry in self.ranks)
         return _ratio(idle / self.world_size, self.n_batches)
