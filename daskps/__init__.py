@@ -12,6 +12,7 @@ from daskps import config as config
 
 if TYPE_CHECKING:
     from daskps import datasets as datasets
+    from daskps._hooks import on_ranks as on_ranks
     from daskps.classifier import DistributedCNNClassifier as DistributedCNNClassifier
     from daskps.exceptions import ClusterTooSmallError as ClusterTooSmallError
     from daskps.exceptions import DaskpsError as DaskpsError
@@ -32,6 +33,7 @@ _HOMES = {
     "InstallationError": "daskps.exceptions",
     "RoundTimeoutError": "daskps.exceptions",
     "WorkerLostError": "daskps.exceptions",
+    "on_ranks": "daskps._hooks",
 }
 
 __all__ = [
@@ -45,6 +47,7 @@ __all__ = [
     "WorkerLostError",
     "__version__",
     "datasets",
+    "on_ranks",
 ]
 
 

@@ -17,7 +17,7 @@ from skorch import NeuralNet
 from daskps import _state
 from daskps._partitions import Cut, step_rows
 from daskps._sources import Source
-from daskps._worker import Order, Result
+from daskps._worker import Order, Records, Result
 from daskps.exceptions import DaskpsError
 
 
@@ -52,6 +52,8 @@ class EpochReplay:
         self._cut = cut
         self._epoch = order.epoch
         self._before = Snapshot(net)
+        self._wait_for_predictions = order.predictions
+        self._predictions: list[list] = []
         self._rows = step_rows(cut.training, order.seed, order.epoch, order.shuffle)
         self._losses: list[list[float]] = [[] for _ in range(cut.world_size)]
         self._weights: list[list[float]] = [[] for _ in range(cut.world_size)]
@@ -59,7 +61,7 @@ class EpochReplay:
 
     def advance(self, report: dict) -> None:
         """Take in a rank's report of finished steps."""
-        if report["epoch"] != self._epoch:
+        if report["epoch"] != self._epoch or self._wait_for_predictions:
             return
         self._losses[report["rank"]] += report["losses"]
         self._weights[report["rank"]] += report["weights"]
@@ -75,13 +77,18 @@ class EpochReplay:
         """
         self._losses = [result.losses.tolist() for result in results]
         self._weights = [result.weights.tolist() for result in results]
+        if self._wait_for_predictions:
+            self._predictions = [_state.from_bytes(result.predictions) for result in results]
         self._catch_up()
         self._net.history.record("train_batch_count", self._next)
+        if results[0].records is not None:
+            self._take_records(results[0].records)
         if not self._before.holds(self._net):
             raise DaskpsError(
                 "A callback changed the net's parameters or optimizer in on_batch_begin or"
                 " on_batch_end. These hooks run on the client while the ranks train, so the change"
-                " would be lost: make it in on_epoch_begin or on_epoch_end."
+                " would be lost: wrap the callback in daskps.on_ranks, or make the change in"
+                " on_epoch_begin or on_epoch_end."
             )
 
     def validate(self, results: Sequence[Result]) -> None:
@@ -96,8 +103,26 @@ class EpochReplay:
         n_known = min(len(losses) for losses in self._losses)
         while self._next < n_known:
             loss = torch.tensor(self._combined_loss(self._next), dtype=torch.float64)
-            self._batch(self._rows[self._next], {"loss": loss, "y_pred": None}, training=True)
+            outcome = {"loss": loss, "y_pred": self._predicted(self._next)}
+            self._batch(self._rows[self._next], outcome, training=True)
             self._next += 1
+
+    def _predicted(self, step: int) -> Any:
+        parts = [predictions[step] for predictions in self._predictions]
+        parts = [part for part in parts if part is not None]
+        if not parts:
+            return None
+        if isinstance(parts[0], tuple):
+            return tuple(torch.cat(part) for part in zip(*parts, strict=True))
+        return torch.cat(parts)
+
+    def _take_records(self, records: Records) -> None:
+        """What callbacks recorded on rank 0 goes into the client's history."""
+        rows = self._net.history[-1]["batches"]
+        for row, extra in zip(rows, records.batches, strict=False):
+            row.update(extra)
+        for key, value in records.epoch.items():
+            self._net.history.record(key, value)
 
     def _combined_loss(self, step: int) -> float:
         weights = np.array([weights[step] for weights in self._weights])

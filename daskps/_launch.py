@@ -16,9 +16,17 @@ from distributed import Client, Future
 import daskps
 from daskps import config
 from daskps._events import events_of
+from daskps._replica import Opening
 from daskps._scheduler_plugin import DaskpsSchedulerPlugin
 from daskps._spec import CLOSE, OPEN, Ticket
-from daskps._worker import DaskpsWorkerPlugin, Opening, Order, Result, StateNeeded, run_epoch
+from daskps._worker import (
+    DaskpsWorkerPlugin,
+    Order,
+    Result,
+    StateNeeded,
+    end_training,
+    run_epoch,
+)
 from daskps.exceptions import (
     DaskpsError,
     InstallationError,
@@ -84,7 +92,16 @@ class Run:
             If a worker left.
         """
         sent = self._send(opening) if opening is not None else None
-        futures = [self._submit(order, sent) for order in orders]
+        return self._on_all_ranks(run_epoch, orders, (sent,), on_steps)
+
+    def end_training(self, orders: Sequence[Order]) -> bytes:
+        """Tell the callbacks on all ranks that the training ends, and bring rank 0's back."""
+        return self._on_all_ranks(end_training, orders, (), lambda _: None)[0]
+
+    def _on_all_ranks(
+        self, task: Callable, orders: Sequence[Order], arguments: tuple, on_steps: Progress
+    ) -> list:
+        futures = [self._submit(task, order, arguments) for order in orders]
         try:
             return self._collect(futures, on_steps)
         finally:
@@ -97,25 +114,25 @@ class Run:
         futures = self.client.scatter([opening], workers=self.addresses, broadcast=True, hash=False)
         return futures[0]
 
-    def _submit(self, order: Order, opening: Future | None) -> Future:
+    def _submit(self, task: Callable, order: Order, arguments: tuple) -> Future:
         rank = order.ticket.rank
         priority = dask.get_annotations().get("priority", PRIORITY)
         # A rank that is run again, or elsewhere, would wait for a round that is over.
         with dask.annotate(retries=0, allow_other_workers=False):
             future = self.client.submit(
-                run_epoch,
+                task,
                 order,
                 self.shards[rank],
-                opening,
+                *arguments,
                 workers=[self.addresses[rank]],
                 priority=priority,
                 pure=False,
-                key=f"daskps-epoch-{self.run_id}-{order.epoch}-{rank}",
+                key=f"daskps-{task.__name__}-{self.run_id}-{order.epoch}-{rank}",
             )
         future.add_done_callback(lambda _: self._events.put({"done": rank}))
         return future
 
-    def _collect(self, futures: list[Future], on_steps: Progress) -> list[Result]:
+    def _collect(self, futures: list[Future], on_steps: Progress) -> list:
         waiting = set(range(len(futures)))
         while waiting:
             event = self._events.get()

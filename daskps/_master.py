@@ -10,7 +10,7 @@ from sklearn.base import clone
 from skorch import NeuralNetClassifier
 from skorch.callbacks import Callback
 
-from daskps import _loading, _losses
+from daskps import _hooks, _loading, _losses
 from daskps._casting import InputCast
 
 
@@ -56,6 +56,7 @@ def check(
         If the module cannot take the row or has too few outputs, if the loss cannot be averaged, or if
         there would be no step.
     """
+    _hooks.check(net, every)
     check_sync(net, every)
     check_steps(net, n_rows)
     check_module(net, row, n_classes)

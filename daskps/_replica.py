@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 import torch
@@ -12,6 +12,20 @@ from skorch import NeuralNet
 from daskps import _losses, _random, _state
 from daskps._casting import InputCast
 from daskps._sync import Alone, Sync
+
+
+class Opening(NamedTuple):
+    """What a rank needs to build its replica. A tuple, so that Dask sees its size."""
+
+    net: bytes
+    """The uninitialised net, without callbacks, silent."""
+    state: bytes
+    every: int | None
+    """Steps between two averages; 0 for gradients at every step, None for one average an epoch."""
+    callbacks: bytes
+    """The callbacks that run on ranks; empty if there are none."""
+    history: bytes
+    """What these callbacks find in the net's history."""
 
 
 class _Synchronised:
@@ -68,27 +82,40 @@ class _Synchronised:
         return self.last_loss_
 
 
-def build(pickled_net: bytes, state: bytes) -> NeuralNet:
-    """A replica of an uninitialised net, in the given state.
+def build(opening: Opening) -> NeuralNet:
+    """A replica of the client's net.
 
     Built with the net's own ``initialize`` methods and then loaded: a pickle of the fitted net would
     tie its optimizer to other tensors.
     """
-    net = cloudpickle.loads(pickled_net)
+    net = cloudpickle.loads(opening.net)
     net.__class__ = type("Replica", (_Synchronised, type(net)), {})
     net.sync_, net.rounds_ = Alone(), 0
     net.weight_, net.step_weight_, net.loss_, net.last_loss_ = 0.0, 0.0, None, float("nan")
     with _random.LOCK, _random.seeded(0):
         net.initialize()
     net.cast_ = InputCast.of(net.module_)
-    _state.load(net, state)
+    _state.load(net, opening.state)
+    if opening.callbacks:
+        net.callbacks_ = _state.load_callbacks(net, opening.callbacks)
+        net.history_ = cloudpickle.loads(opening.history)
     return net
 
 
-def pack(net: NeuralNet) -> bytes:
-    """What replicas of a net are built from: uninitialised, without callbacks, silent."""
-    bare = clone(net).set_params(callbacks="disable", verbose=0, train_split=None)
-    return cloudpickle.dumps(bare)
+def open_with(net: NeuralNet, every: int | None, callbacks: bytes) -> Opening:
+    """What replicas of a net are built from."""
+    bare = clone(net).set_params(verbose=0, train_split=None)
+    # Not by set_params, which would first make the callbacks and then keep them in `callbacks_`.
+    bare.callbacks = "disable"
+    history = cloudpickle.dumps(_ended_epochs(net)) if callbacks else b""
+    return Opening(cloudpickle.dumps(bare), _state.dump(net), every, callbacks, history)
+
+
+def _ended_epochs(net: NeuralNet) -> Any:
+    """The history without its last row, which the client has begun and the ranks have yet to begin."""
+    history = type(net.history)()
+    history.extend(net.history[:-1])
+    return history
 
 
 def owner(replica: Any) -> type:

@@ -7,8 +7,10 @@ comes back with its learning rate schedule bound to another optimizer.
 from __future__ import annotations
 
 import io
+import pickle
 from typing import Any
 
+import cloudpickle
 import torch
 from skorch import NeuralNet
 
@@ -58,6 +60,46 @@ def load_settings(net: NeuralNet, settings: bytes) -> None:
         held = getattr(net, name + "_").param_groups
         for group, new in zip(held, groups, strict=True):
             group.update(new)
+
+
+def dump_callbacks(net: NeuralNet, callbacks: list) -> bytes:
+    """Callbacks with their state, but without the net, the modules and optimizers that they refer to."""
+    stream = io.BytesIO()
+    _CallbackPickler(stream, net).dump(callbacks)
+    return stream.getvalue()
+
+
+def load_callbacks(net: NeuralNet, data: bytes) -> list:
+    """Dumped callbacks, tied to the parts of this net."""
+    return _CallbackUnpickler(io.BytesIO(data), net).load()
+
+
+class _CallbackPickler(cloudpickle.Pickler):
+    """Writes a part of the net as its name.
+
+    A schedule that came with an optimizer of its own would change rates that nobody uses.
+    """
+
+    def __init__(self, stream: io.BytesIO, net: NeuralNet) -> None:
+        super().__init__(stream)
+        self._names = {id(part): name for name, part in _parts(net).items()}
+
+    def persistent_id(self, obj: Any) -> str | None:
+        return self._names.get(id(obj))
+
+
+class _CallbackUnpickler(pickle.Unpickler):
+    def __init__(self, stream: io.BytesIO, net: NeuralNet) -> None:
+        super().__init__(stream)
+        self._parts = _parts(net)
+
+    def persistent_load(self, name: str) -> Any:
+        return self._parts[name]
+
+
+def _parts(net: NeuralNet) -> dict[str, Any]:
+    names = [name + "_" for name in (*net._modules, *net._criteria, *net._optimizers)]
+    return {"net": net, **{name: getattr(net, name) for name in names}}
 
 
 def to_bytes(value: Any) -> bytes:

@@ -58,15 +58,16 @@ class GradientSync:
     lockstep = True
 
     def __init__(self, net: NeuralNet, channel: Channel, rank: int) -> None:
+        self._net = net
         self._channel = channel
-        self._parameters = _learnable(net)
-        self._gradients = FlatBuffer(self._parameters)
         self._buffers = BufferSync(net, channel, rank)
         self._reduction = _losses.reduction(net)
-        self._weight = 0.0
 
     def epoch_began(self) -> None:
         self._weight = 0.0
+        # Anew in every epoch: a callback may have frozen or freed parameters.
+        self._parameters = _learnable(self._net)
+        self._gradients = FlatBuffer(self._parameters)
         self._buffers.mark()
 
     def gradients(self, weight: float, loss: float) -> float:
@@ -107,14 +108,14 @@ class LocalSGD:
         self._net = net
         self._channel = channel
         self._every = every
-        self._values = Average([*_learnable(net), *_floating_buffers(net)], channel)
         self._buffers = BufferSync(net, channel, rank)
-        self._weight = self._epoch_weight = 0.0
-        self._unsynced = False
 
     def epoch_began(self) -> None:
         self._weight = self._epoch_weight = 0.0
         self._unsynced = False
+        # Anew in every epoch: a callback may have frozen or freed parameters.
+        tensors = [*_learnable(self._net), *_floating_buffers(self._net)]
+        self._values = Average(tensors, self._channel)
         self._values.mark()
 
     def gradients(self, weight: float, loss: float) -> float:

@@ -9,12 +9,12 @@ from typing import Any
 
 from skorch import NeuralNet
 
-from daskps import _loading, _replica, _state
+from daskps import _hooks, _loading, _replica, _state
 from daskps._callbacks import EpochReplay, Snapshot, forget_epoch, step_without_gradients
 from daskps._launch import Run
 from daskps._partitions import Cut
 from daskps._sources import Source
-from daskps._worker import Opening, Order, Result
+from daskps._worker import Order, Result
 from daskps.report import FitReport, RankEpoch
 
 
@@ -66,6 +66,9 @@ class Training:
         self._shuffle = _loading.batching(job.net, True).shuffle
         self._cut: Cut = job.source.cut(job.net, run.world_size, job.every != 0, job.seed)
         self._held: Snapshot | None = None  # what all ranks hold, if they hold the same
+        self._on_ranks = _hooks.rank_side(job.net)
+        self._callbacks = _state.dump_callbacks(job.net, self._on_ranks) if self._on_ranks else b""
+        self._predictions = _hooks.wants_predictions(job.net)
 
     def place(self) -> None:
         """Bring the shards to the workers."""
@@ -84,9 +87,22 @@ class Training:
             self.net.notify("on_epoch_end", **datasets)
             self._report.epoch_seconds.append(perf_counter() - begun)
 
+    def end(self) -> None:
+        """Let the callbacks on the ranks end their training, and take them back."""
+        if self._on_ranks:
+            orders = self._orders(len(self._report.epoch_seconds))
+            self._callbacks = self._run.end_training(orders)
+
+    def take_callbacks_back(self) -> None:
+        """Put rank 0's callbacks into the client's net."""
+        if self._on_ranks:
+            _hooks.replace(self.net, _state.load_callbacks(self.net, self._callbacks))
+
     def _train(self, epoch: int) -> None:
         orders = self._orders(epoch)
-        opening = None if self._ranks_are_current() else self._opening()
+        opening = None
+        if not self._ranks_are_current():
+            opening = _replica.open_with(self.net, self._every, self._callbacks)
         replay = EpochReplay(self.net, self._source, self._cut, orders[0])
         results = self._run.epoch(orders, opening, replay.advance)
         replay.finish(results)
@@ -94,21 +110,27 @@ class Training:
         # Not before the replay: a schedule that a callback advances there would count twice.
         self._load(results)
         replay.validate(results)
+        if results[0].records is not None:
+            self._callbacks = results[0].records.callbacks
         self._note(epoch, results)
 
     def _orders(self, epoch: int) -> list[Order]:
         settings = _state.dump_settings(self.net)
         return [
-            Order(self._run.ticket(rank), epoch, self._seed, self._shuffle, settings)
+            Order(
+                self._run.ticket(rank),
+                epoch,
+                self._seed,
+                self._shuffle,
+                settings,
+                self._predictions,
+            )
             for rank in range(self._run.world_size)
         ]
 
     def _ranks_are_current(self) -> bool:
         """Whether every rank holds what the client's net holds; a callback may have changed that."""
         return self._held is not None and self._held.holds(self.net)
-
-    def _opening(self) -> Opening:
-        return Opening(_replica.pack(self.net), _state.dump(self.net), self._every)
 
     def _load(self, results: Sequence[Result]) -> None:
         _state.load(self.net, results[0].state)
@@ -127,12 +149,15 @@ def fit(training: Training, X: Any, y: Any) -> None:
     A KeyboardInterrupt ends the training and keeps the last whole epoch.
     """
     net = training.net
-    net.notify("on_train_begin", X=X, y=y)
-    try:
-        training.run()
-    except KeyboardInterrupt:
-        forget_epoch(net)
-    net.notify("on_train_end", X=X, y=y)
+    with _hooks.client_side_only(net):
+        net.notify("on_train_begin", X=X, y=y)
+        try:
+            training.run()
+            training.end()
+        except KeyboardInterrupt:
+            forget_epoch(net)
+        net.notify("on_train_end", X=X, y=y)
+    training.take_callbacks_back()
 
 
 def _entry(epoch: int, rank: int, result: Result) -> RankEpoch:

@@ -16,6 +16,15 @@ from daskps.exceptions import DaskpsError, InvalidMessageError
 
 DTYPES = ("float32", "float64")
 
+_HEADER: dict[str, type | tuple[type, ...]] = {
+    "run_id": str,
+    "generation": int,
+    "rank": int,
+    "round": int,
+    "weight": (int, float),
+    "reduction": str,
+}
+
 
 def push(ticket: Ticket, round_: int, weight: float, reduction: str, buffer: np.ndarray) -> dict:
     """What a rank sends to contribute to a round."""
@@ -41,6 +50,9 @@ def contribution(message: Any) -> Contribution:
     """
     try:
         fields = dict(message)
+        for name, kind in _HEADER.items():
+            if not isinstance(fields[name], kind):
+                raise TypeError(f"{name} is {fields[name]!r}")
         fields["buffer"] = _array(fields["buffer"], fields.pop("dtype"))
         return Contribution(**fields)
     except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:

@@ -19,6 +19,7 @@ import daskps
 from daskps import _environment, _random, _replica, _state, config
 from daskps._loading import train_batches, validation_batches
 from daskps._partitions import Shard, epoch_order, pieces
+from daskps._replica import Opening
 from daskps._spec import FORGET, HELLO, LEFT, TOPIC, WORKER_PLUGIN, Ticket
 from daskps._sync import Alone, GradientSync, LocalSGD, Sync
 from daskps._transport import Channel, Traffic, open_channel
@@ -26,15 +27,6 @@ from daskps.exceptions import DaskpsError, RunAbortedError
 
 # One for each process: workers that share a process share torch's random generator.
 PROCESS = uuid.uuid4().hex
-
-
-class Opening(NamedTuple):
-    """What a rank needs to build its replica. A tuple, so that Dask sees its size."""
-
-    net: bytes
-    state: bytes
-    every: int | None
-    """Steps between two averages; 0 for gradients at every step, None for one average an epoch."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +38,16 @@ class Order:
     seed: int
     shuffle: bool
     settings: bytes
+    predictions: bool = False
+    """Whether the training predictions are to be brought back."""
+
+
+class Records(NamedTuple):
+    """What callbacks on a rank recorded in its history, and what became of them."""
+
+    batches: list[dict]
+    epoch: dict
+    callbacks: bytes
 
 
 @dataclass
@@ -65,6 +67,9 @@ class Result:
     validation: bytes
     state: bytes
     """The replica's state, from rank 0; empty from the others, whose is the same."""
+    records: Records | None
+    """What callbacks on rank 0 left behind."""
+    predictions: bytes
 
 
 class StateNeeded:
@@ -142,7 +147,7 @@ class DaskpsWorkerPlugin(WorkerPlugin):
         """A new replica in the state that the client sent, on the connection that the run has."""
         run_id = order.ticket.run_id
         channel = self.seats[run_id].channel if run_id in self.seats else self._arrive(order.ticket)
-        replica = _replica.build(opening.net, opening.state)
+        replica = _replica.build(opening)
         replica.sync_ = make_sync(replica, channel, order.ticket, opening.every)
         seat = Seat(order.ticket, replica, replica.sync_, channel, order.epoch, active=True)
         with self.lock:
@@ -180,6 +185,17 @@ def make_sync(net: Any, channel: Channel, ticket: Ticket, every: int | None) -> 
     return LocalSGD(net, channel, ticket.rank, every)
 
 
+def end_training(order: Order, shard: Shard) -> bytes | StateNeeded:
+    """The last task of a rank whose replica has callbacks: they learn that the training ends."""
+    plugin: Any = get_worker().plugins[WORKER_PLUGIN]
+    with plugin.seated(order, None) as seat:
+        if seat is None:
+            return StateNeeded()
+        for _, callback in seat.replica.callbacks_:
+            callback.on_train_end(seat.replica, X=shard.X, y=shard.y)
+        return _state.dump_callbacks(seat.replica, seat.replica.callbacks_)
+
+
 def run_epoch(order: Order, shard: Shard, opening: Opening | None) -> Result | StateNeeded:
     """The task of one rank: train one epoch and validate.
 
@@ -211,6 +227,7 @@ class _Epoch:
         self.shard = shard
         self.losses = np.full(len(shard.sizes), np.nan)
         self.weights = np.zeros(len(shard.sizes))
+        self.predictions: list[Any] = [None] * len(shard.sizes)
         self.reporter = _Reporter(worker, order, self.losses, self.weights)
 
     def run(self, setup_seconds: float) -> Result:
@@ -222,12 +239,15 @@ class _Epoch:
             for step, size in enumerate(self.shard.sizes):
                 self._step(step, size)
             uniform = self.seat.sync.epoch_ended()
+            traffic = self.seat.channel.traffic.since(before)
+            seconds = perf_counter() - begun - traffic.wait_seconds - traffic.sync_seconds
+            validation = _state.to_bytes(list(self._validate()))
+            self._hook("on_epoch_end")
         except Exception as error:
             self._blame(error, step)
             raise
-        traffic = self.seat.channel.traffic.since(before)
-        seconds = perf_counter() - begun - traffic.wait_seconds - traffic.sync_seconds
         self.seat.epoch += 1
+        first = self.order.ticket.rank == 0
         return Result(
             losses=self.losses,
             weights=self.weights,
@@ -236,48 +256,73 @@ class _Epoch:
             setup_seconds=setup_seconds,
             traffic=traffic,
             uniform=uniform,
-            validation=_state.to_bytes(list(self._validate())),
-            state=_state.dump(self.net) if self.order.ticket.rank == 0 else b"",
+            validation=validation,
+            state=_state.dump(self.net) if first else b"",
+            records=self._records() if first else None,
+            predictions=_state.to_bytes(self.predictions) if self.order.predictions else b"",
         )
 
     def _begin(self) -> None:
-        self.net.initialize_history()
-        self.net.history.new_epoch()
-        self.net.weight_, self.net.loss_ = 0.0, None
+        order, net = self.order, self.net
+        if not net.callbacks_:
+            net.initialize_history()
+        elif order.epoch == 0:
+            self._hook("on_train_begin", X=self.shard.X, y=self.shard.y)
+        net.history.new_epoch()
+        net.history.record("epoch", len(net.history))
+        self._hook("on_epoch_begin")
+        net.weight_, net.loss_ = 0.0, None
         self.seat.sync.epoch_began()
-        order = self.order
         n_rows = int(self.shard.sizes.sum())
         rows = epoch_order(order.seed, order.epoch, order.ticket.rank, n_rows, order.shuffle)
-        self.batches = iter(train_batches(self.net, self.shard, pieces(rows, self.shard.sizes)))
+        self.batches = iter(train_batches(net, self.shard, pieces(rows, self.shard.sizes)))
 
     def _step(self, step: int, size: int) -> None:
         if self.seat.left.is_set():
             raise RunAbortedError("the run ended elsewhere")
-        if size:
-            self.losses[step] = self._train(next(self.batches))
-            self.weights[step] = self.net.step_weight_
-        elif self.seat.sync.lockstep:
-            self.losses[step] = self.net.idle_step()
+        if size or self.seat.sync.lockstep:
+            batch = next(self.batches) if size else None
+            self.net.history.new_batch()
+            self._hook("on_batch_begin", batch=batch, training=True)
+            outcome = self._train(batch) if size else {"loss": self.net.idle_step(), "y_pred": None}
+            self.losses[step], self.weights[step] = _item(outcome["loss"]), self.net.step_weight_
+            self.net.history.record_batch("train_loss", self.losses[step].item())
+            self.net.history.record_batch("train_batch_size", int(size))
+            self._hook("on_batch_end", batch=batch, training=True, **outcome)
+            if self.order.predictions:
+                self.predictions[step] = _detached(outcome["y_pred"])
         self.seat.sync.stepped(step)
         self.reporter.stepped(step + 1)
 
-    def _train(self, batch: Any) -> float:
-        net = self.net
-        net.history.new_batch()
-        rounds = net.rounds_
-        loss = net.train_step(batch)["loss"].item()
-        if net.rounds_ == rounds:
+    def _train(self, batch: Any) -> dict:
+        rounds = self.net.rounds_
+        outcome = self.net.train_step(batch)
+        if self.net.rounds_ == rounds:
             raise DaskpsError(
-                f"{_replica.owner(net).__name__}.train_step made a step without notifying"
+                f"{_replica.owner(self.net).__name__}.train_step made a step without notifying"
                 " 'on_grad_computed', where ranks exchange gradients: notify it after backward."
             )
-        net.history.record_batch("train_loss", loss)
-        net.history.record_batch("train_batch_size", len(batch[0]))
-        return loss
+        return outcome
 
     def _validate(self) -> Iterator[dict]:
         for batch in validation_batches(self.net, self.shard):
-            yield self.net.validation_step(batch)
+            self._hook("on_batch_begin", batch=batch, training=False)
+            outcome = self.net.validation_step(batch)
+            self._hook("on_batch_end", batch=batch, training=False, **outcome)
+            yield outcome
+
+    def _hook(self, name: str, **kwargs: Any) -> None:
+        """Call a hook of the callbacks that run on ranks."""
+        for _, callback in self.net.callbacks_:
+            getattr(callback, name)(self.net, **kwargs)
+
+    def _records(self) -> Records | None:
+        if not self.net.callbacks_:
+            return None
+        row = self.net.history[-1]
+        batches = [_without(batch, ("train_loss", "train_batch_size")) for batch in row["batches"]]
+        callbacks = _state.dump_callbacks(self.net, self.net.callbacks_)
+        return Records(batches, _without(row, ("batches", "epoch")), callbacks)
 
     def _blame(self, error: Exception, step: int) -> None:
         ticket = self.order.ticket
@@ -285,6 +330,20 @@ class _Epoch:
             f"Raised on rank {ticket.rank} of {ticket.world_size}, epoch {self.order.epoch + 1},"
             f" step {step + 1} of {len(self.shard.sizes)}."
         )
+
+
+def _item(loss: Any) -> float:
+    return float(loss.item() if hasattr(loss, "item") else loss)
+
+
+def _detached(predictions: Any) -> Any:
+    if isinstance(predictions, tuple):
+        return tuple(part.detach() for part in predictions)
+    return None if predictions is None else predictions.detach()
+
+
+def _without(row: dict, keys: tuple[str, ...]) -> dict:
+    return {key: value for key, value in row.items() if key not in keys}
 
 
 class _Reporter:
