@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import nn
 
+_IN_NUMPY = {torch.float16: np.float16, torch.float32: np.float32, torch.float64: np.float64}
+
 
 @dataclass(frozen=True)
 class InputCast:
@@ -43,11 +45,14 @@ class InputCast:
         return values.to(self.dtype)
 
     def array(self, values: np.ndarray) -> np.ndarray:
-        """The converted array."""
-        if values.dtype.kind == "u" and values.dtype.itemsize > 1:  # torch has few operations for it
-            values = values.astype(np.int64)
-        converted = self.tensor(torch.as_tensor(values))
-        return values if converted.dtype == torch.as_tensor(values[:0]).dtype else converted.numpy()
+        """The converted array, of a layout that torch takes; in float32 for a bfloat16 module."""
+        kind = values.dtype.kind
+        dtype = values.dtype.newbyteorder("=")
+        if self.dtype is not None and (kind == "f" or (kind in "iub" and self.integers)):
+            dtype = np.dtype(_IN_NUMPY.get(self.dtype, np.float32))
+        elif kind == "u" and values.itemsize > 1:  # torch has few operations for it
+            dtype = np.dtype(np.int64)
+        return np.ascontiguousarray(values, dtype)
 
     def shrunk(self, values: Any) -> Any:
         """The converted array if that is smaller, and the input itself else: it has to travel."""

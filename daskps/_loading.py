@@ -9,6 +9,7 @@ import numpy as np
 from skorch import NeuralNet
 
 from daskps._partitions import Batching, Shard, pieces
+from daskps._weights import WeightedRows
 
 # What the plan of steps decides, so that it must not reach the rank's iterator.
 PLANNED = ("batch_size", "shuffle", "drop_last")
@@ -27,6 +28,8 @@ def batching(net: NeuralNet, training: bool) -> Batching:
 def train_batches(net: NeuralNet, shard: Shard, rows: Sequence[np.ndarray]) -> Iterable:
     """The rank's training batches: one for every piece of rows that is not empty."""
     dataset = net.get_dataset(shard.X, shard.y)
+    if shard.weights is not None:
+        dataset = WeightedRows(dataset, shard.weights)
     return _iterator(net, "iterator_train", dataset, rows)
 
 

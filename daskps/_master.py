@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
 import torch
 from sklearn.base import clone
-from skorch import NeuralNetClassifier
+from skorch import NeuralNet, NeuralNetBinaryClassifier, NeuralNetClassifier
 from skorch.callbacks import Callback
 
-from daskps import _hooks, _loading, _losses
+from daskps import _hooks, _loading, _losses, _random, _state
 from daskps._casting import InputCast
+from daskps._inputs import TrainingData
 
 
 def build(net: NeuralNetClassifier) -> NeuralNetClassifier:
@@ -24,10 +26,10 @@ def build(net: NeuralNetClassifier) -> NeuralNetClassifier:
     ValueError
         If an option of the net has no meaning.
     """
-    if not isinstance(net, NeuralNetClassifier):
+    if not isinstance(net, (NeuralNetClassifier, NeuralNetBinaryClassifier)):
         raise TypeError(
-            "The 'net' parameter must be an instance of skorch.NeuralNetClassifier or None, got"
-            f" {net!r} instead."
+            "The 'net' parameter must be an instance of skorch.NeuralNetClassifier,"
+            f" skorch.NeuralNetBinaryClassifier or None, got {net!r} instead."
         )
     _refuse_own_loops(net)
     _refuse_own_samplers(net)
@@ -36,34 +38,56 @@ def build(net: NeuralNetClassifier) -> NeuralNetClassifier:
     return clone(net).initialize()
 
 
+def go_on(net: NeuralNetClassifier) -> NeuralNetClassifier:
+    """A copy of an initialised net with its weights, optimizer state, history and callbacks.
+
+    A deep copy would leave a learning rate schedule tied to an optimizer of its own.
+    """
+    with _random.LOCK, _random.seeded(0):
+        new = build(net)
+    _state.load(new, _state.dump(net))
+    new.history_ = copy.deepcopy(net.history)
+    _hooks.replace(new, _state.load_callbacks(new, _state.dump_callbacks(net, net.callbacks_)))
+    return new
+
+
 def check(
-    net: NeuralNetClassifier, row: np.ndarray, n_classes: int, n_rows: int, every: int | None
+    net: NeuralNetClassifier, rows: np.ndarray, data: TrainingData, n_rows: int, every: int | None
 ) -> None:
     """Everything about an initialised net that would fail on a worker.
 
     Parameters
     ----------
     net : NeuralNetClassifier
-    row : ndarray of shape (1, ...)
-        One row of X, or zeros of its shape and dtype.
-    n_classes, n_rows : int
+    rows : ndarray of shape (2, ...)
+        Two rows of X, or zeros of their shape and dtype.
+    data : TrainingData
+    n_rows : int
+        How many rows train.
     every : int or None
         Steps between two averages, 0 in batch mode.
 
     Raises
     ------
     ValueError
-        If the module cannot take the row or has too few outputs, if the loss cannot be averaged, or if
-        there would be no step.
+        If the module cannot take the rows or has too few outputs, if the loss cannot be averaged or
+        weighted, or if there would be no step.
     """
     _hooks.check(net, every)
     check_sync(net, every)
     check_steps(net, n_rows)
-    check_module(net, row, n_classes)
+    output = check_module(net, rows, len(data.classes))
+    if data.weights is not None:
+        check_weighting(net, output)
 
 
-def check_module(net: NeuralNetClassifier, row: np.ndarray, n_classes: int) -> None:
-    """Run the module on one row: does it take it, and has it an output for every class?
+def check_module(net: NeuralNetClassifier, rows: np.ndarray, n_classes: int) -> Any:
+    """Run the module on two rows: does it take them, and has it an output for every class?
+
+    Returns
+    -------
+    Tensor or tuple of Tensor
+        What the module gave.
 
     Raises
     ------
@@ -72,20 +96,52 @@ def check_module(net: NeuralNetClassifier, row: np.ndarray, n_classes: int) -> N
     """
     try:
         with torch.random.fork_rng(devices=[]):
-            values = InputCast.of(net.module_).tensor(torch.as_tensor(row))
+            values = InputCast.of(net.module_).tensor(torch.as_tensor(rows))
             output = net.evaluation_step((values, None))
     except Exception as error:
         raise ValueError(
-            f"The net's module cannot take a row of X, of shape {row.shape[1:]} and dtype"
-            f" {row.dtype}: {error}"
+            f"The net's module cannot take rows of X, of shape {rows.shape[1:]} and dtype"
+            f" {rows.dtype}: {error}"
         ) from error
-    output = output[0] if isinstance(output, tuple) else output
-    width = output.shape[1] if output.ndim > 1 else 1
-    if width < n_classes:
+    first = output[0] if isinstance(output, tuple) else output
+    width = first.shape[1] if first.ndim > 1 else 1
+    if isinstance(net, NeuralNetBinaryClassifier):
+        if n_classes > 2:
+            raise ValueError(f"A NeuralNetBinaryClassifier knows 2 classes, y has {n_classes}.")
+    elif width < n_classes:
         raise ValueError(
             f"The net's module has {width} outputs, y has {n_classes} classes: the module needs at"
             " least one output for each class."
         )
+    return output
+
+
+def check_weighting(net: NeuralNetClassifier, output: Any) -> None:
+    """Can the net's loss be weighted row by row?
+
+    Raises
+    ------
+    ValueError
+        If the criterion has no ``reduction``, or the net's ``get_loss`` returns a single number.
+    """
+    if not hasattr(net.criterion_, "reduction"):
+        raise ValueError(
+            f"Weights are not possible with the criterion {type(net.criterion_).__name__}: it has no"
+            " 'reduction' and so no loss of each row."
+        )
+    y = torch.zeros(2, dtype=target_dtype(net))
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), _losses.unreduced(net):
+        losses = net.get_loss(output, y, training=True)
+    if losses.ndim == 0 or len(losses) != 2:
+        raise ValueError(
+            f"Weights are not possible with {type(net).__name__}.get_loss: it returns one number where"
+            " the criterion has reduction='none', instead of a loss for each row."
+        )
+
+
+def target_dtype(net: NeuralNetClassifier) -> torch.dtype:
+    """What the criterion takes as targets: class indices, or numbers from a binary classifier."""
+    return torch.float32 if isinstance(net, NeuralNetBinaryClassifier) else torch.int64
 
 
 def check_sync(net: NeuralNetClassifier, every: int | None) -> None:
@@ -135,7 +191,7 @@ def _check_cloneable(callback: Any) -> None:
 
 def _refuse_own_loops(net: NeuralNetClassifier) -> None:
     for method in ("fit_loop", "run_single_epoch"):
-        if getattr(type(net), method) is not getattr(NeuralNetClassifier, method):
+        if getattr(type(net), method) is not getattr(NeuralNet, method):
             raise TypeError(
                 f"{type(net).__name__} overrides {method}, which daskps replaces by an epoch on the"
                 " cluster: override train_step, validation_step or the hooks instead."

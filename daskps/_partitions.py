@@ -27,6 +27,8 @@ class Shard(NamedTuple):
     y_valid: np.ndarray | None
     valid_sizes: np.ndarray
     """(n_batches,) rows of every validation batch of this rank."""
+    weights: np.ndarray | None = None
+    """(n_rows,) what every training row counts; None if all count the same."""
 
 
 @dataclass(frozen=True)

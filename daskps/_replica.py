@@ -12,6 +12,7 @@ from skorch import NeuralNet
 from daskps import _losses, _random, _state
 from daskps._casting import InputCast
 from daskps._sync import Alone, Sync
+from daskps._weights import weighted_loss
 
 
 class Opening(NamedTuple):
@@ -38,6 +39,7 @@ class _Synchronised:
     sync_: Sync
     cast_: InputCast
     rounds_: int
+    weighted_: bool
     weight_: float
     loss_: torch.Tensor | None
 
@@ -45,11 +47,25 @@ class _Synchronised:
         return super().infer(self.cast_.tensor(x), **fit_params)  # type: ignore[misc]
 
     def get_loss(self, y_pred: Any, y_true: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        loss = super().get_loss(y_pred, y_true, *args, **kwargs)  # type: ignore[misc]
-        if kwargs.get("training"):
+        if not kwargs.get("training"):
+            return super().get_loss(y_pred, y_true, *args, **kwargs)  # type: ignore[misc]
+        if self.weighted_:
+            loss = self._weighted_loss(y_pred, *y_true, **kwargs)
+        else:
             self.weight_ += _losses.divisor(self, owner(self), y_true)
-            self.loss_ = loss
+            loss = super().get_loss(y_pred, y_true, *args, **kwargs)  # type: ignore[misc]
+        self.loss_ = loss
         return loss
+
+    def _weighted_loss(
+        self, y_pred: Any, y_true: torch.Tensor, weights: torch.Tensor, **kwargs: Any
+    ) -> torch.Tensor:
+        """The net's own loss of every row, and their weighted mean."""
+        total = _losses.divisor(self, owner(self), y_true, weights)
+        self.weight_ += total
+        with _losses.unreduced(self) as reduction:
+            losses = super().get_loss(y_pred, y_true, **kwargs)  # type: ignore[misc]
+        return weighted_loss(losses, weights, total if reduction == "mean" else 1.0)
 
     def on_grad_computed(self, net: Any, named_parameters: Any, **kwargs: Any) -> None:
         self.meet(kwargs.get("batch"))
@@ -72,14 +88,16 @@ class _Synchronised:
 
     def idle_step(self) -> float:
         """A step in which this rank has no rows: its gradient is that of the others."""
+        losses: list[float] = []
 
         def closure() -> float:
             self._zero_grad_optimizer()  # type: ignore[attr-defined]
             self.meet()
+            losses.append(self.last_loss_)
             return self.last_loss_
 
         self._step_optimizer(closure)  # type: ignore[attr-defined]
-        return self.last_loss_
+        return losses[0]  # that of the step, like skorch's: later ones are the line search's
 
 
 def build(opening: Opening) -> NeuralNet:
@@ -90,7 +108,7 @@ def build(opening: Opening) -> NeuralNet:
     """
     net = cloudpickle.loads(opening.net)
     net.__class__ = type("Replica", (_Synchronised, type(net)), {})
-    net.sync_, net.rounds_ = Alone(), 0
+    net.sync_, net.rounds_, net.weighted_ = Alone(net), 0, False
     net.weight_, net.step_weight_, net.loss_, net.last_loss_ = 0.0, 0.0, None, float("nan")
     with _random.LOCK, _random.seeded(0):
         net.initialize()

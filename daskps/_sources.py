@@ -13,6 +13,7 @@ from skorch.utils import multi_indexing
 from torch.utils.data import Subset
 
 from daskps import _loading
+from daskps._inputs import TrainingData, encode
 from daskps._partitions import (
     Cut,
     Shard,
@@ -67,14 +68,19 @@ class ArraySource:
     net : NeuralNet
         Its ``get_split_datasets`` decides, once, which rows train and which validate.
     X : array of shape (n_samples, ...)
-    y : ndarray of int64, (n_samples,)
+        In the place of ``data.X``.
+    data : TrainingData
     """
 
-    def __init__(self, net: NeuralNet, X: Any, y: np.ndarray) -> None:
-        self.dataset_train, self.dataset_valid = net.get_split_datasets(X, y)
+    def __init__(self, net: NeuralNet, X: Any, data: TrainingData) -> None:
+        self.dataset_train, self.dataset_valid = net.get_split_datasets(X, data.y)
+        self._weights = data.weights
         self._parts = {True: _unrolled(self.dataset_train)}
         if self.dataset_valid is not None:
-            self._parts[False] = _unrolled(self.dataset_valid)
+            X_valid, y_valid, rows = _unrolled(self.dataset_valid)
+            if y_valid is not self._parts[True][1]:  # a validation set that the user brought along
+                y_valid = encode(y_valid, data.classes)
+            self._parts[False] = X_valid, y_valid, rows
 
     def cut(self, net: NeuralNet, world_size: int, local: bool, seed: int) -> Cut:
         planned = plan_local if local else plan_batches
@@ -99,7 +105,14 @@ class ArraySource:
         X, y = self._take(cut.training.rows[rank], True)
         batches = cut.validation_of(rank)
         X_valid, y_valid = self._take(np.concatenate(batches), False) if batches else (None, None)
-        return Shard(X, y, cut.training.sizes[rank], X_valid, y_valid, _lengths(batches))
+        weights = self._weights_of(cut.training.rows[rank])
+        return Shard(X, y, cut.training.sizes[rank], X_valid, y_valid, _lengths(batches), weights)
+
+    def _weights_of(self, rows: np.ndarray) -> np.ndarray | None:
+        if self._weights is None:
+            return None
+        held = self._parts[True][2]
+        return self._weights[rows if held is None else held[rows]]
 
     def _take(self, rows: np.ndarray, training: bool) -> tuple[Any, np.ndarray]:
         X, y, held = self._parts[training]
@@ -116,15 +129,15 @@ class DaskSource:
     Parameters
     ----------
     net : NeuralNet
-    X : dask.array.Array of shape (n_samples, ...)
-        Chunked along the first axis only, with known chunk sizes.
-    y : ndarray of int64, (n_samples,)
-        One integer a row, which the client holds.
+    data : TrainingData
+        X is chunked along the first axis only, with known chunk sizes. Of y the client holds one
+        integer a row.
     """
 
-    def __init__(self, net: NeuralNet, X: Any, y: np.ndarray) -> None:
-        self._X = X
-        self._y = y
+    def __init__(self, net: NeuralNet, data: TrainingData) -> None:
+        self._X = data.X
+        self._y = y = data.y
+        self._weights = data.weights
         # The split sees row numbers in place of rows.
         self.dataset_train, self.dataset_valid = net.get_split_datasets(np.arange(len(y)), y)
         self._rows = {True: np.sort(_row_numbers(self.dataset_train, len(y)))}
@@ -161,6 +174,7 @@ class DaskSource:
             (train - start, valid - start),
             (self._y[train], self._y[valid]),
             (cut.training.sizes[rank], _lengths(batches)),
+            None if self._weights is None else self._weights[train],
             workers=[address],
             pure=False,
             retries=3,
@@ -172,12 +186,13 @@ def assemble(
     rows: tuple[np.ndarray, np.ndarray],
     labels: tuple[np.ndarray, np.ndarray],
     sizes: tuple[np.ndarray, np.ndarray],
+    weights: np.ndarray | None,
 ) -> Shard:
     """Make a rank's shard out of its blocks, on its worker."""
     X = np.concatenate([np.asarray(block) for block in blocks])
     if X.dtype.kind == "f" and not np.isfinite(X).all():
         raise ValueError("X contains NaN or infinity: every value has to be finite.")
-    return Shard(X[rows[0]], labels[0], sizes[0], X[rows[1]], labels[1], sizes[1])
+    return Shard(X[rows[0]], labels[0], sizes[0], X[rows[1]], labels[1], sizes[1], weights)
 
 
 def scatter(client: Client, shards: Sequence[Any], addresses: Sequence[str]) -> list[Future]:
@@ -208,7 +223,7 @@ def _unrolled(dataset: Any) -> tuple[Any, np.ndarray, np.ndarray | None]:
             f"The net's dataset is a {type(dataset).__name__} without the attributes X and y: rows"
             " cannot be dealt to workers. Use a subclass of skorch.dataset.Dataset."
         )
-    return dataset.X, np.asarray(dataset.y), rows
+    return dataset.X, dataset.y if isinstance(dataset.y, np.ndarray) else np.asarray(dataset.y), rows
 
 
 def _row_numbers(dataset: Any, n_rows: int) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,7 +25,10 @@ class Sync(Protocol):
         """All ranks hold the same state now."""
 
     def gradients(self, weight: float, loss: float) -> float:
-        """The gradients of one step are there; returns the loss that the step has."""
+        """The gradients of one step are there; returns the loss that the step has.
+
+        Where nothing had any weight, there are no gradients afterwards, and so no step.
+        """
 
     def stepped(self, step: int) -> None:
         """The optimizer has made its step number ``step``, counted from 0."""
@@ -39,10 +42,15 @@ class Alone:
 
     lockstep = False
 
+    def __init__(self, net: NeuralNet) -> None:
+        self._net = net
+
     def epoch_began(self) -> None:
         pass
 
     def gradients(self, weight: float, loss: float) -> float:
+        if weight == 0:
+            _drop_gradients(_learnable(self._net))
         return loss
 
     def stepped(self, step: int) -> None:
@@ -79,6 +87,7 @@ class GradientSync:
             buffer = self._gradients.pack(grads, loss, scale)
         combined = self._channel.push_pull(buffer, weight, self._reduction)
         if not combined.size:
+            _drop_gradients(self._parameters)
             return loss
         grads, loss = self._gradients.unpack(combined)
         for parameter, grad in zip(self._parameters, grads, strict=True):
@@ -111,19 +120,21 @@ class LocalSGD:
         self._buffers = BufferSync(net, channel, rank)
 
     def epoch_began(self) -> None:
-        self._weight = self._epoch_weight = 0.0
+        self._step_weight = self._weight = self._epoch_weight = 0.0
         self._unsynced = False
         # Anew in every epoch: a callback may have frozen or freed parameters.
-        tensors = [*_learnable(self._net), *_floating_buffers(self._net)]
-        self._values = Average(tensors, self._channel)
+        learnable = _learnable(self._net)
+        self._values = Average(lambda: [*learnable, *_floating_buffers(self._net)], self._channel)
         self._values.mark()
 
     def gradients(self, weight: float, loss: float) -> float:
-        self._weight += weight
-        self._epoch_weight += weight
+        self._step_weight = weight  # not added: an optimizer may look at its rows several times
         return loss
 
     def stepped(self, step: int) -> None:
+        self._weight += self._step_weight
+        self._epoch_weight += self._step_weight
+        self._step_weight = 0.0
         self._unsynced = True
         if self._every is not None and (step + 1) % self._every == 0:
             self._meet()
@@ -145,30 +156,37 @@ class Average:
     """The weighted mean of the ranks' tensors, taken over what changed since they were last equal.
 
     A mean of the values themselves would move by a rounding error what no rank has touched.
+
+    Parameters
+    ----------
+    find : callable
+        Returns the tensors: a module may put another one in a buffer's place.
+    channel : Channel
     """
 
-    def __init__(self, tensors: list[Tensor], channel: Channel) -> None:
-        self._tensors = tensors
+    def __init__(self, find: Callable[[], list[Tensor]], channel: Channel) -> None:
+        self._find = find
         self._channel = channel
-        self._flat = FlatBuffer(tensors)
+        self._flat = FlatBuffer(find())
         self._common: list[Tensor] = []
 
     def mark(self) -> None:
         """All ranks hold the same values now."""
-        self._common = [tensor.detach().clone() for tensor in self._tensors]
+        self._common = [tensor.detach().clone() for tensor in self._find()]
 
     @torch.no_grad()
     def average(self, weight: float) -> None:
         """Replace the values on every rank by their mean."""
-        if not self._tensors:
+        tensors = self._find()
+        if not tensors:
             return
         if weight > 0:
-            pairs = zip(self._tensors, self._common, strict=True)
+            pairs = zip(tensors, self._common, strict=True)
             self._flat.pack([now - then for now, then in pairs], 0.0, weight)
         combined = self._channel.push_pull(self._flat.array, weight, "mean")
         if combined.size:
             changes, _ = self._flat.unpack(combined)
-            for tensor, then, change in zip(self._tensors, self._common, changes, strict=True):
+            for tensor, then, change in zip(tensors, self._common, changes, strict=True):
                 tensor.copy_(then if change is None else then + change)
         self.mark()
 
@@ -177,10 +195,10 @@ class BufferSync:
     """The buffers of all modules: floating ones are averaged, integers are rank 0's."""
 
     def __init__(self, net: NeuralNet, channel: Channel, rank: int) -> None:
+        self._net = net
         self._channel = channel
         self._rank = rank
-        self._floating = Average(_floating_buffers(net), channel)
-        self._integers = [b for b in _buffers(net) if not _is_floating(b)]
+        self._floating = Average(lambda: _floating_buffers(net), channel)
 
     def mark(self) -> None:
         """All ranks hold the same buffers now."""
@@ -193,16 +211,15 @@ class BufferSync:
 
     def broadcast_integers(self) -> None:
         """Give every rank the integer buffers of rank 0, byte by byte, so that any dtype is exact."""
-        if not self._integers:
+        integers = [buffer for buffer in _buffers(self._net) if not _is_floating(buffer)]
+        if not integers:
             return
-        sent = np.concatenate([_bytes_of(buffer) for buffer in self._integers]).astype("float32")
+        sent = np.concatenate([_bytes_of(buffer) for buffer in integers]).astype("float32")
         weight = 1.0 if self._rank == 0 else 0.0
         received = self._channel.push_pull(sent, weight, "mean").astype("uint8")
-        start = 0
-        for buffer in self._integers:
-            view = _bytes_of(buffer)
-            view[:] = received[start : start + view.size]
-            start += view.size
+        sizes = [buffer.nbytes for buffer in integers]
+        for buffer, values in zip(integers, torch.from_numpy(received).split(sizes), strict=True):
+            buffer.copy_(values.clone().view(buffer.dtype).view(buffer.shape))
 
 
 def average_optimizer_state(net: NeuralNet, channel: Channel, weight: float) -> bool:
@@ -211,21 +228,23 @@ def average_optimizer_state(net: NeuralNet, channel: Channel, weight: float) -> 
     Returns
     -------
     bool
-        False if there is state of another kind, which the ranks do not share now.
+        False if there is state that the ranks do not share now: of another kind, or of the others
+        where this rank has none.
     """
     uniform = True
     for name in net._optimizers:
         optimizer = getattr(net, name + "_")
         slots, rest = _state_slots(optimizer)
         uniform = uniform and not rest
-        if not slots:
-            continue
         flat = FlatBuffer([like for _, _, like in slots])
-        if weight > 0:
-            flat.pack([optimizer.state[p].get(key) for p, key, _ in slots], 0.0, weight)
-        combined = channel.push_pull(flat.array, weight, "mean")
-        if combined.size:
+        if slots and weight > 0:
+            held = [optimizer.state.get(p, {}).get(key) for p, key, _ in slots]
+            flat.pack(held, 0.0, weight)
+        # A rank without state takes part as well: the others may have some.
+        combined = channel.push_pull(flat.array, weight if slots else 0.0, "mean")
+        if slots and combined.size:
             _write_state(optimizer, slots, flat.unpack(combined)[0])
+        uniform = uniform and bool(slots or not combined.size)
     return uniform
 
 
@@ -266,6 +285,11 @@ def _write_state(optimizer: Any, slots: list, means: list[Tensor | None]) -> Non
             held.copy_(mean)
 
 
+def _drop_gradients(parameters: list[Tensor]) -> None:
+    for parameter in parameters:
+        parameter.grad = None
+
+
 def _set_gradient(parameter: Tensor, grad: Tensor | None) -> None:
     if grad is None or parameter.grad is None or parameter.grad.is_sparse:
         parameter.grad = None if grad is None else grad.clone()
@@ -293,5 +317,4 @@ def _is_floating(tensor: Tensor) -> bool:
 
 
 def _bytes_of(buffer: Tensor) -> np.ndarray:
-    """The memory of a contiguous buffer on the CPU, writeable."""
-    return buffer.detach().reshape(-1).view(torch.uint8).numpy()
+    return buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()

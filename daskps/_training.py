@@ -80,7 +80,8 @@ class Training:
             "dataset_train": self._source.dataset_train,
             "dataset_valid": self._source.dataset_valid,
         }
-        for epoch in range(self.net.max_epochs):
+        done = len(self.net.history)
+        for epoch in range(done, done + self.net.max_epochs):
             begun = perf_counter()
             self.net.notify("on_epoch_begin", **datasets)
             self._train(epoch)
@@ -90,7 +91,7 @@ class Training:
     def end(self) -> None:
         """Let the callbacks on the ranks end their training, and take them back."""
         if self._on_ranks:
-            orders = self._orders(len(self._report.epoch_seconds))
+            orders = self._orders(len(self.net.history))
             self._callbacks = self._run.end_training(orders)
 
     def take_callbacks_back(self) -> None:
@@ -112,7 +113,7 @@ class Training:
         replay.validate(results)
         if results[0].records is not None:
             self._callbacks = results[0].records.callbacks
-        self._note(epoch, results)
+        self._note(results)
 
     def _orders(self, epoch: int) -> list[Order]:
         settings = _state.dump_settings(self.net)
@@ -120,6 +121,7 @@ class Training:
             Order(
                 self._run.ticket(rank),
                 epoch,
+                not self._report.ranks,
                 self._seed,
                 self._shuffle,
                 settings,
@@ -136,10 +138,11 @@ class Training:
         _state.load(self.net, results[0].state)
         self._held = Snapshot(self.net) if all(r.uniform for r in results) else None
 
-    def _note(self, epoch: int, results: Sequence[Result]) -> None:
-        if epoch == 0:
+    def _note(self, results: Sequence[Result]) -> None:
+        if not self._report.ranks:
             slowest = max(result.setup_seconds for result in results)
             self._report.startup_seconds["replicas"] = slowest
+        epoch = len(self._report.epoch_seconds)
         self._report.ranks += [_entry(epoch, rank, result) for rank, result in enumerate(results)]
 
 

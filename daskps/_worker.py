@@ -35,6 +35,9 @@ class Order:
 
     ticket: Ticket
     epoch: int
+    """Counted from 0 over all fits of the net: what is random in an epoch hangs on it."""
+    first: bool
+    """Whether the training begins with this epoch."""
     seed: int
     shuffle: bool
     settings: bytes
@@ -179,7 +182,7 @@ class DaskpsWorkerPlugin(WorkerPlugin):
 def make_sync(net: Any, channel: Channel, ticket: Ticket, every: int | None) -> Sync:
     """The exchange that belongs to ``sync_every``."""
     if ticket.world_size == 1:
-        return Alone()
+        return Alone(net)
     if every == 0:
         return GradientSync(net, channel, ticket.rank)
     return LocalSGD(net, channel, ticket.rank, every)
@@ -266,12 +269,13 @@ class _Epoch:
         order, net = self.order, self.net
         if not net.callbacks_:
             net.initialize_history()
-        elif order.epoch == 0:
+        elif order.first:
             self._hook("on_train_begin", X=self.shard.X, y=self.shard.y)
         net.history.new_epoch()
         net.history.record("epoch", len(net.history))
         self._hook("on_epoch_begin")
         net.weight_, net.loss_ = 0.0, None
+        net.weighted_ = self.shard.weights is not None
         self.seat.sync.epoch_began()
         n_rows = int(self.shard.sizes.sum())
         rows = epoch_order(order.seed, order.epoch, order.ticket.rank, n_rows, order.shuffle)

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import ExitStack
 from numbers import Integral
 from time import perf_counter
 from typing import Any
 
+import cloudpickle
 import numpy as np
-import torch
 from distributed import Client
-from sklearn.base import BaseEstimator, ClassifierMixin
+from sklearn.base import BaseEstimator, ClassifierMixin, clone
 from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted
 from skorch import NeuralNetClassifier
 
-from daskps import _inputs, _master, _random, config
+from daskps import _inputs, config
 from daskps._casting import InputCast
 from daskps._cluster import client_for
 from daskps._inputs import TrainingData
 from daskps._launch import open_run
-from daskps._sources import ArraySource, DaskSource, Source
+from daskps._preparation import Start, prepare
 from daskps._training import Job, Training, fit
 from daskps.report import FitReport
 
@@ -46,6 +47,8 @@ class DistributedCNNClassifier(ClassifierMixin, BaseEstimator):
     client : distributed.Client or str, optional
         A client or the address of a scheduler. By default the current client and, if there is none,
         a private ``LocalCluster`` with a process for every core that this process may use.
+    class_weight : None, 'balanced' or dict, default=None
+        What the rows of a class count in the training loss, as in scikit-learn.
     random_state : int, RandomState instance or None, default=None
         Fixes initial weights, the cut of the data, shuffling and dropout: the same seed and number
         of workers give the same bits. Without it torch's global seed decides.
@@ -79,16 +82,21 @@ class DistributedCNNClassifier(ClassifierMixin, BaseEstimator):
         sync_every: str | int = "batch",
         n_workers: int | None = None,
         client: Client | str | None = None,
+        class_weight: dict | str | None = None,
         random_state: Any = None,
     ) -> None:
         self.net = net
         self.sync_every = sync_every
         self.n_workers = n_workers
         self.client = client
+        self.class_weight = class_weight
         self.random_state = random_state
 
-    def fit(self, X: Any, y: Any) -> DistributedCNNClassifier:
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> DistributedCNNClassifier:
         """Train on X and y, from new weights.
+
+        With ``net__warm_start=True`` training goes on from the last fit, or from the state of an
+        initialised ``net``.
 
         Parameters
         ----------
@@ -96,6 +104,9 @@ class DistributedCNNClassifier(ClassifierMixin, BaseEstimator):
             A numpy array, a torch tensor, or a dask array, whose chunks stay on the cluster.
         y : array of shape (n_samples,)
             Labels of any kind that scikit-learn takes for classification.
+        sample_weight : array of shape (n_samples,), optional
+            What a row counts in the training loss: 2 is as good as having it twice in its batch.
+            The validation loss is not weighted.
 
         Returns
         -------
@@ -113,19 +124,43 @@ class DistributedCNNClassifier(ClassifierMixin, BaseEstimator):
         WorkerLostError
             If a worker left during the fit.
         """
-        clock = Stopwatch()
-        every = steps_between_rounds(self.sync_every)
-        _check_n_workers(self.n_workers)
-        with ExitStack() as stack:
-            on_cluster = _inputs.is_dask(X) or _inputs.is_dask(y)
-            client = stack.enter_context(client_for(self.client)) if on_cluster else None
-            data = _inputs.check_fit(self, X, y, client)
-            net, seed = self._initialised(data)
-            source = _source(net, data)
-            _master.check(net, _one_row(data.X), len(data.classes), len(source.dataset_train), every)
-            clock.lap("checks")
-            client = client or stack.enter_context(client_for(self.client))
-            self._train(client, Job(net, source, every, seed), data, clock)
+        goes_on = bool(getattr(self.net, "warm_start", False))
+        earlier = getattr(self, "net_", self.net) if goes_on else self.net
+        initialised = bool(getattr(earlier, "initialized_", False))
+        self._fit(Start(earlier, goes_on and initialised, self._seed()), X, y, None, sample_weight)
+        return self
+
+    def partial_fit(
+        self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None
+    ) -> DistributedCNNClassifier:
+        """Train for ``max_epochs`` more, from where the last fit ended.
+
+        The first call starts from the state of ``net`` if that is initialised, else from new weights.
+
+        Parameters
+        ----------
+        X, y, sample_weight
+            As in `fit`.
+        classes : array of shape (n_classes,), optional
+            All labels that will ever come; of the first call. Without it those of its y.
+
+        Returns
+        -------
+        DistributedCNNClassifier
+            This object.
+
+        Raises
+        ------
+        ValueError
+            If y has a label that was not announced; and what `fit` raises.
+        """
+        known = getattr(self, "classes_", None)
+        if known is not None and classes is not None and not np.array_equal(known, np.unique(classes)):
+            raise ValueError(f"classes={classes!r} is not the same as at the first call: {known!r}.")
+        earlier = getattr(self, "net_", self.net)
+        initialised = bool(getattr(earlier, "initialized_", False))
+        start = Start(earlier, initialised, self._seed())
+        self._fit(start, X, y, classes if known is None else known, sample_weight)
         return self
 
     def predict(self, X: Any) -> np.ndarray:
@@ -163,15 +198,19 @@ class DistributedCNNClassifier(ClassifierMixin, BaseEstimator):
             probabilities = probabilities / probabilities.sum(axis=1, keepdims=True)
         return probabilities
 
-    def _initialised(self, data: TrainingData) -> tuple[NeuralNetClassifier, int]:
-        """A new net for the data, and the seed of its run."""
-        seed = None
-        if self.random_state is not None:
-            seed = int(check_random_state(self.random_state).randint(2**31 - 1))
-        with _random.LOCK, _random.seeded(seed):
-            net = _master.build(self.net if self.net is not None else _default_net(data))
-            # Drawn after the weights, so that these are plain skorch's under the same torch seed.
-            return net, int(torch.randint(2**31 - 1, ()))
+    def _fit(self, start: Start, X: Any, y: Any, classes: Any, sample_weight: Any) -> None:
+        """Everything that `fit` and `partial_fit` share."""
+        clock = Stopwatch()
+        every = steps_between_rounds(self.sync_every)
+        _check_n_workers(self.n_workers)
+        with ExitStack() as stack:
+            on_cluster = _inputs.is_dask(X) or _inputs.is_dask(y)
+            client = stack.enter_context(client_for(self.client)) if on_cluster else None
+            data = _inputs.check_fit(self, X, y, classes, sample_weight, client)
+            job = prepare(start, data, every)
+            clock.lap("checks")
+            client = client or stack.enter_context(client_for(self.client))
+            self._train(client, job, data, clock)
 
     def _train(self, client: Client, job: Job, data: TrainingData, clock: Stopwatch) -> None:
         most = max(1, len(job.source.dataset_train) // config.get("min-rows-per-rank"))
@@ -185,6 +224,43 @@ class DistributedCNNClassifier(ClassifierMixin, BaseEstimator):
             fit(training, data.X, data.y)
         self.classes_ = data.classes
         self.net_, self.history_, self.report_ = job.net, job.net.history, report
+
+    def _seed(self) -> int | None:
+        if self.random_state is None:
+            return None
+        return int(check_random_state(self.random_state).randint(2**31 - 1))
+
+    # A client cannot be copied or pickled, and none of this needs it to be.
+
+    def __sklearn_clone__(self) -> DistributedCNNClassifier:
+        others = {k: v for k, v in self.get_params(deep=False).items() if k != "client"}
+        copied = {name: clone(value, safe=False) for name, value in others.items()}
+        new = type(self)(**copied, client=self.client)
+        if hasattr(self, "_metadata_request"):
+            new._metadata_request = copy.deepcopy(self._metadata_request)
+        return new
+
+    def __deepcopy__(self, memo: dict) -> DistributedCNNClassifier:
+        new = type(self).__new__(type(self))
+        memo[id(self)] = new
+        for name, value in vars(self).items():
+            setattr(new, name, value if name == "client" else copy.deepcopy(value, memo))
+        return new
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(super().__getstate__())
+        if isinstance(self.client, Client):
+            state["client"] = self.client.scheduler.address if self.client.scheduler else None
+        # By value where it has to be: a module of a script must load without the script.
+        nets = {name: state.pop(name) for name in ("net", "net_") if name in state}
+        return {**state, "_nets": cloudpickle.dumps(nets)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        state = dict(state)
+        nets = cloudpickle.loads(state.pop("_nets"))
+        super().__setstate__({**state, **nets})
+        if hasattr(self, "net_"):
+            self.history_ = self.net_.history
 
 
 class Stopwatch:
@@ -229,28 +305,3 @@ def _check_n_workers(n_workers: Any) -> None:
         raise ValueError(
             f"The 'n_workers' parameter must be None or an integer >= 1, got {n_workers!r} instead."
         )
-
-
-def _default_net(data: TrainingData) -> NeuralNetClassifier:
-    from daskps.modules import default_net, input_statistics
-
-    mean, std = input_statistics(data.X)
-    wide = data.X.ndim == 2 and data.X.dtype.itemsize == 8
-    dtype = torch.float64 if wide else torch.float32
-    return default_net(data.X.shape[1:], len(data.classes), dtype=dtype, mean=mean, std=std)
-
-
-def _source(net: NeuralNetClassifier, data: TrainingData) -> Source:
-    net.check_data(data.X, data.y)
-    try:
-        if _inputs.is_dask(data.X):
-            return DaskSource(net, data.X, data.y)
-        return ArraySource(net, InputCast.of(net.module_).shrunk(data.X), data.y)
-    except ValueError as error:
-        raise ValueError(
-            f"train_split={net.train_split!r} cannot split n_samples={len(data.y)}: {error}"
-        ) from error
-
-
-def _one_row(X: Any) -> np.ndarray:
-    return np.zeros((1, *X.shape[1:]), X.dtype) if _inputs.is_dask(X) else X[:1]

@@ -1,0 +1,92 @@
+"""From the arguments of a fit to a job: the client's net, the rows and the seed, all checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from skorch import NeuralNetClassifier
+
+from daskps import _inputs, _master, _random
+from daskps._casting import InputCast
+from daskps._inputs import TrainingData
+from daskps._sources import ArraySource, DaskSource, Source
+from daskps._training import Job
+from daskps.modules import default_net, input_statistics
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a fit starts from.
+
+    Attributes
+    ----------
+    net : NeuralNetClassifier or None
+        The user's net, or the net of an earlier fit; None for a built-in one.
+    goes_on : bool
+        Whether to start from the state of an initialised net instead of from new weights.
+    seed : int or None
+        Of everything random; None leaves it to torch's generator.
+    """
+
+    net: NeuralNetClassifier | None
+    goes_on: bool
+    seed: int | None
+
+
+def prepare(start: Start, data: TrainingData, every: int | None) -> Job:
+    """Make the client's net and cut off the validation rows.
+
+    Parameters
+    ----------
+    start : Start
+    data : TrainingData
+    every : int or None
+        Steps between two averages; 0 for gradients at every step, None for one average an epoch.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If the net, the data and ``every`` do not go together.
+    """
+    net = _net(start, data)
+    seed = int(torch.randint(2**31 - 1, ())) if start.seed is None else start.seed
+    source = _source(net, data)
+    _master.check(net, _two_rows(data), data, len(source.dataset_train), every)
+    return Job(net, source, every, seed)
+
+
+def _net(start: Start, data: TrainingData) -> NeuralNetClassifier:
+    if start.goes_on and start.net is not None:
+        return _master.go_on(start.net)
+    given = start.net if start.net is not None else _default_net(data)
+    with _random.LOCK, _random.seeded(start.seed):
+        return _master.build(given)
+
+
+def _default_net(data: TrainingData) -> NeuralNetClassifier:
+    mean, std = input_statistics(data.X, data.weights)
+    wide = data.X.ndim == 2 and data.X.dtype.itemsize == 8
+    dtype = torch.float64 if wide else torch.float32
+    return default_net(data.X.shape[1:], len(data.classes), dtype=dtype, mean=mean, std=std)
+
+
+def _source(net: NeuralNetClassifier, data: TrainingData) -> Source:
+    net.check_data(data.X, data.y)
+    try:
+        if _inputs.is_dask(data.X):
+            return DaskSource(net, data)
+        return ArraySource(net, InputCast.of(net.module_).shrunk(data.X), data)
+    except ValueError as error:
+        raise ValueError(
+            f"train_split={net.train_split!r} cannot split n_samples={len(data.y)}: {error}"
+        ) from error
+
+
+def _two_rows(data: TrainingData) -> np.ndarray:
+    X: Any = data.X
+    if _inputs.is_dask(X):
+        return np.zeros((2, *X.shape[1:]), X.dtype)
+    return np.concatenate([X[:1], X[:1]])

@@ -1,0 +1,49 @@
+"""Sample weights: what the user gives, and what a batch does with them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from sklearn.utils.class_weight import compute_sample_weight
+from torch.utils.data import Dataset
+
+
+def sample_weights(given: np.ndarray | None, class_weight: Any, y: np.ndarray) -> np.ndarray | None:
+    """The weight of every row, or None where all rows weigh the same.
+
+    Constant weights change no weighted mean, but they would change its last bits.
+
+    Parameters
+    ----------
+    given : ndarray of shape (n_samples,) or None
+    class_weight : None, 'balanced' or dict
+    y : ndarray of shape (n_samples,)
+        Original labels.
+    """
+    weights = np.ones(len(y)) if given is None else given
+    if class_weight is not None:
+        weights = weights * compute_sample_weight(class_weight, y)
+    return None if (weights == weights[0]).all() else weights
+
+
+class WeightedRows(Dataset):
+    """A dataset whose targets come with their weights, as (X, (y, weight))."""
+
+    def __init__(self, dataset: Any, weights: np.ndarray) -> None:
+        self.dataset = dataset
+        self.weights = weights
+
+    def __len__(self) -> int:
+        return len(self.weights)
+
+    def __getitem__(self, index: Any) -> tuple:
+        X, y = self.dataset[index]
+        return X, (y, self.weights[index])
+
+
+def weighted_loss(losses: torch.Tensor, weights: torch.Tensor, total: float) -> torch.Tensor:
+    """The weighted sum of the rows' losses over ``total``; 0 if that is 0."""
+    rows = losses.reshape(len(losses), -1).mean(1)
+    return (rows * weights.to(rows.dtype)).sum() / (total or 1.0)
