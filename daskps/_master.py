@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import numpy as np
@@ -11,8 +10,9 @@ from sklearn.base import clone
 from skorch import NeuralNet, NeuralNetBinaryClassifier, NeuralNetClassifier
 from skorch.callbacks import Callback
 
-from daskps import _hooks, _loading, _losses, _random, _state
+from daskps import _hooks, _loading, _losses
 from daskps._casting import InputCast
+from daskps._freezing import copied
 from daskps._inputs import TrainingData
 
 
@@ -26,6 +26,11 @@ def build(net: NeuralNetClassifier) -> NeuralNetClassifier:
     ValueError
         If an option of the net has no meaning.
     """
+    _check_net(net)
+    return clone(net).initialize()
+
+
+def _check_net(net: Any) -> None:
     if not isinstance(net, (NeuralNetClassifier, NeuralNetBinaryClassifier)):
         raise TypeError(
             "The 'net' parameter must be an instance of skorch.NeuralNetClassifier,"
@@ -35,20 +40,18 @@ def build(net: NeuralNetClassifier) -> NeuralNetClassifier:
     _refuse_own_samplers(net)
     for callback in net.callbacks or () if isinstance(net.callbacks, list) else ():
         _check_cloneable(callback)
-    return clone(net).initialize()
 
 
 def go_on(net: NeuralNetClassifier) -> NeuralNetClassifier:
     """A copy of an initialised net with its weights, optimizer state, history and callbacks.
 
-    A deep copy would leave a learning rate schedule tied to an optimizer of its own.
+    Raises
+    ------
+    TypeError, ValueError
+        As `build`.
     """
-    with _random.LOCK, _random.seeded(0):
-        new = build(net)
-    _state.load(new, _state.dump(net))
-    new.history_ = copy.deepcopy(net.history)
-    _hooks.replace(new, _state.load_callbacks(new, _state.dump_callbacks(net, net.callbacks_)))
-    return new
+    _check_net(net)
+    return copied(net)
 
 
 def check(
@@ -129,7 +132,7 @@ def check_weighting(net: NeuralNetClassifier, output: Any) -> None:
             f"Weights are not possible with the criterion {type(net.criterion_).__name__}: it has no"
             " 'reduction' and so no loss of each row."
         )
-    y = torch.zeros(2, dtype=target_dtype(net))
+    y = torch.as_tensor(np.zeros(2, target_dtype(net)))
     with torch.random.fork_rng(devices=[]), torch.no_grad(), _losses.unreduced(net):
         losses = net.get_loss(output, y, training=True)
     if losses.ndim == 0 or len(losses) != 2:
@@ -139,9 +142,9 @@ def check_weighting(net: NeuralNetClassifier, output: Any) -> None:
         )
 
 
-def target_dtype(net: NeuralNetClassifier) -> torch.dtype:
+def target_dtype(net: NeuralNetClassifier) -> type:
     """What the criterion takes as targets: class indices, or numbers from a binary classifier."""
-    return torch.float32 if isinstance(net, NeuralNetBinaryClassifier) else torch.int64
+    return np.float32 if isinstance(net, NeuralNetBinaryClassifier) else np.int64
 
 
 def check_sync(net: NeuralNetClassifier, every: int | None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -74,6 +74,7 @@ def _default_net(data: TrainingData) -> NeuralNetClassifier:
 
 
 def _source(net: NeuralNetClassifier, data: TrainingData) -> Source:
+    data = replace(data, y=data.y.astype(_master.target_dtype(net)))
     net.check_data(data.X, data.y)
     try:
         if _inputs.is_dask(data.X):

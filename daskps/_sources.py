@@ -76,10 +76,13 @@ class ArraySource:
         self.dataset_train, self.dataset_valid = net.get_split_datasets(X, data.y)
         self._weights = data.weights
         self._parts = {True: _unrolled(self.dataset_train)}
+        own_rows = self._parts[True][1] is not data.y
+        if own_rows and data.weights is not None:
+            raise ValueError("weights are not possible with a train_split that makes rows of its own")
         if self.dataset_valid is not None:
             X_valid, y_valid, rows = _unrolled(self.dataset_valid)
-            if y_valid is not self._parts[True][1]:  # a validation set that the user brought along
-                y_valid = encode(y_valid, data.classes)
+            if not own_rows and y_valid is not data.y:  # a validation set that the user brought along
+                y_valid = encode(y_valid, data.classes).astype(data.y.dtype)
             self._parts[False] = X_valid, y_valid, rows
 
     def cut(self, net: NeuralNet, world_size: int, local: bool, seed: int) -> Cut:
@@ -144,9 +147,12 @@ class DaskSource:
         self._rows[False] = np.sort(_row_numbers(self.dataset_valid, len(y)))
 
     def cut(self, net: NeuralNet, world_size: int, local: bool, seed: int) -> Cut:
-        self._bounds = contiguous(len(self._y), world_size)
+        train = self._rows[True]
+        # Equal in training rows: a split may take all of a block for validation.
+        inner = train[contiguous(len(train), world_size)[1:-1]]
+        self._bounds = np.array([0, *inner, len(self._y)])
         return cut_blocks(
-            self._rows[True],
+            train,
             self._rows[False],
             _loading.batching(net, True),
             _loading.batching(net, False),

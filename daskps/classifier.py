@@ -8,7 +8,6 @@ from numbers import Integral
 from time import perf_counter
 from typing import Any
 
-import cloudpickle
 import numpy as np
 from distributed import Client
 from sklearn.base import BaseEstimator, ClassifierMixin, clone
@@ -19,11 +18,14 @@ from skorch import NeuralNetClassifier
 from daskps import _inputs, config
 from daskps._casting import InputCast
 from daskps._cluster import client_for
+from daskps._freezing import copied, freeze, thaw
 from daskps._inputs import TrainingData
 from daskps._launch import open_run
 from daskps._preparation import Start, prepare
 from daskps._training import Job, Training, fit
 from daskps.report import FitReport
+
+_NETS = {"net", "net_"}
 
 
 class DistributedCNNClassifier(ClassifierMixin, BaseEstimator):
@@ -244,22 +246,30 @@ class DistributedCNNClassifier(ClassifierMixin, BaseEstimator):
         new = type(self).__new__(type(self))
         memo[id(self)] = new
         for name, value in vars(self).items():
-            setattr(new, name, value if name == "client" else copy.deepcopy(value, memo))
+            setattr(new, name, self._copied(name, value, memo))
+        if "net_" in vars(new):
+            new.history_ = new.net_.history
         return new
+
+    @staticmethod
+    def _copied(name: str, value: Any, memo: dict) -> Any:
+        if name == "client":
+            return value
+        return copied(value) if name == "net_" else copy.deepcopy(value, memo)
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(super().__getstate__())
         if isinstance(self.client, Client):
             state["client"] = self.client.scheduler.address if self.client.scheduler else None
-        # By value where it has to be: a module of a script must load without the script.
-        nets = {name: state.pop(name) for name in ("net", "net_") if name in state}
-        return {**state, "_nets": cloudpickle.dumps(nets)}
+        for name in _NETS & vars(self).keys():
+            state[name] = None if state[name] is None else freeze(state[name])
+        state.pop("history_", None)
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        state = dict(state)
-        nets = cloudpickle.loads(state.pop("_nets"))
+        nets = {k: thaw(v) for k, v in state.items() if k in _NETS and isinstance(v, bytes)}
         super().__setstate__({**state, **nets})
-        if hasattr(self, "net_"):
+        if "net_" in nets:
             self.history_ = self.net_.history
 
 
