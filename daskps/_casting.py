@@ -44,8 +44,15 @@ class InputCast:
             return values
         return values.to(self.dtype)
 
-    def array(self, values: np.ndarray) -> np.ndarray:
-        """The converted array, of a layout that torch takes; in float32 for a bfloat16 module."""
+    def array(self, values: Any) -> Any:
+        """The converted array, of a layout that torch takes; in float32 for a bfloat16 module.
+
+        Dicts of arrays likewise; a dataset stays as it is.
+        """
+        if isinstance(values, dict):
+            return {key: self.array(value) for key, value in values.items()}
+        if not isinstance(values, np.ndarray):
+            return values
         kind = values.dtype.kind
         dtype = values.dtype.newbyteorder("=")
         if self.dtype is not None and (kind == "f" or (kind in "iub" and self.integers)):
@@ -56,6 +63,10 @@ class InputCast:
 
     def shrunk(self, values: Any) -> Any:
         """The converted array if that is smaller, and the input itself else: it has to travel."""
+        if isinstance(values, dict):
+            return {key: self.shrunk(value) for key, value in values.items()}
+        if not isinstance(values, np.ndarray):
+            return values
         wide = values.dtype.kind == "f" and self.dtype == torch.float32 and values.itemsize > 4
         return values.astype(np.float32) if wide else values
 

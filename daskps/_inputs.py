@@ -12,11 +12,14 @@ from distributed import Client
 from sklearn.base import BaseEstimator
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import (
+    _check_feature_names,
     _check_sample_weight,
+    check_array,
     check_consistent_length,
     column_or_1d,
     validate_data,
 )
+from torch.utils.data import Dataset
 
 from daskps._weights import sample_weights
 
@@ -64,26 +67,68 @@ def check_fit(
         If X is empty, is no numbers, or has NaN or infinity; if y is missing, of another length, no
         classification target, or of one class only.
     """
-    if y is None:
-        raise ValueError(f"{type(estimator).__name__} requires y to be passed, but the target y is None.")
+    goes_on = classes is not None and hasattr(estimator, "n_features_in_")
     with client.as_current() if client is not None else nullcontext():
         y, sample_weight = _local(y), _local(sample_weight)
-        X = _check_dask(X) if is_dask(X) else _local(X)
-    if is_dask(X):
-        estimator.n_features_in_ = X.shape[1]
-    else:
-        goes_on = classes is not None and hasattr(estimator, "n_features_in_")
-        X = validate_data(estimator, X, **_ARRAY, reset=not goes_on)
-    y = column_or_1d(y, warn=True)
-    check_classification_targets(y)
-    check_consistent_length(X, y)
+        X = check_X(estimator, X, reset=not goes_on)
+    y = _check_y(estimator, _labels_of(X) if y is None and isinstance(X, Dataset) else y)
+    _check_lengths(X, y)
     if sample_weight is not None:
-        sample_weight = _check_sample_weight(sample_weight, X, ensure_non_negative=True)
+        sample_weight = _check_sample_weight(sample_weight, y, ensure_non_negative=True)
     labels = np.unique(y if classes is None else classes)
     weights = sample_weights(sample_weight, estimator.class_weight, y)
     counted = y if weights is None else y[weights > 0]
     _refuse_one_class(estimator, np.unique(counted) if classes is None else labels)
     return TrainingData(X, encode(y, labels), labels, weights)
+
+
+def check_X(estimator: BaseEstimator, X: Any, reset: bool) -> Any:
+    """X as numpy array, dask array, dict of numpy arrays or torch dataset.
+
+    With ``reset`` its features are noted on the estimator, else they are compared with those.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If it is none of these, or not what the estimator was fitted on.
+    """
+    if isinstance(X, Dataset):
+        return X
+    if isinstance(X, dict):
+        return {name: _check_part(name, part) for name, part in X.items()}
+    if not is_dask(X):
+        return validate_data(estimator, _local(X), dtype="numeric", allow_nd=True, reset=reset)
+    if hasattr(X, "to_dask_array"):
+        _check_feature_names(estimator, X.head(1, npartitions=-1), reset=reset)
+        X = X.to_dask_array(lengths=True) if reset else X.to_dask_array()
+    elif reset:
+        estimator.n_features_in_ = X.shape[1] if X.ndim > 1 else 1
+    return _check_dask(X, reset)
+
+
+def _check_y(estimator: BaseEstimator, y: Any) -> np.ndarray:
+    if y is None:
+        raise ValueError(f"{type(estimator).__name__} requires y to be passed, but the target y is None.")
+    y = column_or_1d(y, warn=True)
+    check_classification_targets(y)
+    return y
+
+
+def _check_part(name: Any, part: Any) -> np.ndarray:
+    return check_array(_local(part), dtype="numeric", allow_nd=True, input_name=f"X[{name!r}]")
+
+
+def _check_lengths(X: Any, y: np.ndarray) -> None:
+    parts = X.values() if isinstance(X, dict) else [X]
+    for part in parts:
+        check_consistent_length(part, y) if not isinstance(X, Dataset) else None
+    if isinstance(X, Dataset) and len(X) != len(y):  # type: ignore[arg-type]
+        raise ValueError(f"The dataset X has {len(X)} items, y has {len(y)} labels.")  # type: ignore[arg-type]
+
+
+def _labels_of(dataset: Any) -> np.ndarray:
+    """The labels that a map-style dataset brings along."""
+    return np.array([np.asarray(dataset[row][1]).item() for row in range(len(dataset))])
 
 
 def _refuse_one_class(estimator: BaseEstimator, labels: np.ndarray) -> None:
@@ -108,15 +153,6 @@ def encode(y: np.ndarray, labels: np.ndarray) -> np.ndarray:
     return np.searchsorted(labels, y).astype(np.int64)
 
 
-def check_predict(estimator: BaseEstimator, X: Any) -> np.ndarray:
-    """Check what was passed to ``predict``; a dask array is computed."""
-    X = X.compute() if is_dask(X) else _local(X)
-    return validate_data(estimator, X, **_ARRAY, reset=False)
-
-
-_ARRAY: dict[str, Any] = {"dtype": "numeric", "allow_nd": True}
-
-
 def _local(values: Any) -> Any:
     """Dask collections and tensors as numpy arrays; anything else as it is."""
     if is_dask(values):
@@ -127,17 +163,20 @@ def _local(values: Any) -> Any:
     return values
 
 
-def _check_dask(X: Any) -> Any:
-    """A dask array cut along its first axis only, with known chunk sizes.
+def _check_dask(X: Any, known_lengths: bool) -> Any:
+    """A dask array cut along its first axis only.
 
-    Where they were not known, it is computed, on the cluster.
+    Where the lengths of chunks have to be known and are not, it is computed, on the cluster.
     """
     if not hasattr(X, "chunks"):
-        raise TypeError(f"X must be an array, of numpy, torch or dask, got {type(X).__name__}.")
+        raise TypeError(
+            f"X must be an array or a data frame, of numpy, torch, pandas or dask, a dict of arrays or a"
+            f" torch Dataset, got {type(X).__name__}."
+        )
     if X.ndim < 2:
         raise ValueError(f"Expected X to have at least 2 dimensions, got the shape {X.shape}.")
     if X.dtype.kind not in "fiub":
         raise ValueError(f"X has the dtype {X.dtype}, numbers are needed.")
-    if np.isnan(X.shape[0]):
+    if known_lengths and np.isnan(X.shape[0]):
         X = X.persist().compute_chunk_sizes()
     return X.rechunk(dict.fromkeys(range(1, X.ndim), -1))

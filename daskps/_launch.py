@@ -92,7 +92,11 @@ class Run:
             If a worker left.
         """
         sent = self._send(opening) if opening is not None else None
-        return self._on_all_ranks(run_epoch, orders, (sent,), on_steps)
+        try:
+            return self._on_all_ranks(run_epoch, orders, (sent,), on_steps)
+        finally:
+            if sent is not None:  # an error's traceback would keep it on the workers
+                sent.release()
 
     def end_training(self, orders: Sequence[Order]) -> bytes:
         """Tell the callbacks on all ranks that the training ends, and bring rank 0's back."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 from skorch import NeuralNet
+from torch.utils.data import Dataset
 
 from daskps._partitions import Batching, Shard, pieces
 from daskps._weights import WeightedRows
@@ -25,9 +26,23 @@ def batching(net: NeuralNet, training: bool) -> Batching:
     )
 
 
+class ItemDataset(Dataset):
+    """A user's map-style dataset of (X, y) with the encoded labels in place of its own."""
+
+    def __init__(self, items: Any, y: np.ndarray) -> None:
+        self.X = items
+        self.y = y
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def __getitem__(self, index: Any) -> tuple:
+        return self.X[index][0], self.y[index]
+
+
 def train_batches(net: NeuralNet, shard: Shard, rows: Sequence[np.ndarray]) -> Iterable:
     """The rank's training batches: one for every piece of rows that is not empty."""
-    dataset = net.get_dataset(shard.X, shard.y)
+    dataset = _dataset(net, shard.X, shard.y)
     if shard.weights is not None:
         dataset = WeightedRows(dataset, shard.weights)
     return _iterator(net, "iterator_train", dataset, rows)
@@ -37,9 +52,13 @@ def validation_batches(net: NeuralNet, shard: Shard) -> Iterable:
     """The rank's validation batches, each as the serial iterator makes it."""
     if not len(shard.valid_sizes):
         return ()
-    dataset = net.get_dataset(shard.X_valid, shard.y_valid)
+    dataset = _dataset(net, shard.X_valid, shard.y_valid)
     rows = pieces(np.arange(shard.valid_sizes.sum()), shard.valid_sizes)
     return _iterator(net, "iterator_valid", dataset, rows)
+
+
+def _dataset(net: NeuralNet, X: Any, y: Any) -> Any:
+    return ItemDataset(X, y) if isinstance(X, Dataset) else net.get_dataset(X, y)
 
 
 def _iterator(net: NeuralNet, name: str, dataset: Any, rows: Sequence[np.ndarray]) -> Iterable:

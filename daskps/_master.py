@@ -54,15 +54,13 @@ def go_on(net: NeuralNetClassifier) -> NeuralNetClassifier:
     return copied(net)
 
 
-def check(
-    net: NeuralNetClassifier, rows: np.ndarray, data: TrainingData, n_rows: int, every: int | None
-) -> None:
+def check(net: NeuralNetClassifier, rows: Any, data: TrainingData, n_rows: int, every: int | None) -> None:
     """Everything about an initialised net that would fail on a worker.
 
     Parameters
     ----------
     net : NeuralNetClassifier
-    rows : ndarray of shape (2, ...)
+    rows : Tensor of shape (2, ...), or dict of them
         Two rows of X, or zeros of their shape and dtype.
     data : TrainingData
     n_rows : int
@@ -84,7 +82,7 @@ def check(
         check_weighting(net, output)
 
 
-def check_module(net: NeuralNetClassifier, rows: np.ndarray, n_classes: int) -> Any:
+def check_module(net: NeuralNetClassifier, rows: Any, n_classes: int) -> Any:
     """Run the module on two rows: does it take them, and has it an output for every class?
 
     Returns
@@ -99,13 +97,10 @@ def check_module(net: NeuralNetClassifier, rows: np.ndarray, n_classes: int) -> 
     """
     try:
         with torch.random.fork_rng(devices=[]):
-            values = InputCast.of(net.module_).tensor(torch.as_tensor(rows))
+            values = InputCast.of(net.module_).tensor(rows)
             output = net.evaluation_step((values, None))
     except Exception as error:
-        raise ValueError(
-            f"The net's module cannot take rows of X, of shape {rows.shape[1:]} and dtype"
-            f" {rows.dtype}: {error}"
-        ) from error
+        raise ValueError(f"The net's module cannot take rows of X, {_described(rows)}: {error}") from error
     first = output[0] if isinstance(output, tuple) else output
     width = first.shape[1] if first.ndim > 1 else 1
     if isinstance(net, NeuralNetBinaryClassifier):
@@ -117,6 +112,14 @@ def check_module(net: NeuralNetClassifier, rows: np.ndarray, n_classes: int) -> 
             " least one output for each class."
         )
     return output
+
+
+def _described(rows: Any) -> str:
+    if isinstance(rows, dict):
+        return ", ".join(f"{key!r} {_described(value)}" for key, value in rows.items())
+    if not isinstance(rows, torch.Tensor):
+        return f"of type {type(rows).__name__}"
+    return f"of shape {tuple(rows.shape[1:])} and dtype {str(rows.dtype).removeprefix('torch.')}"
 
 
 def check_weighting(net: NeuralNetClassifier, output: Any) -> None:

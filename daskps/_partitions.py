@@ -219,9 +219,13 @@ def cut_blocks(
     ends = np.searchsorted(train_rows[:n_used], bounds)
     rows = [np.arange(start, end) for start, end in pairwise(ends)]
     lengths = [len(held) for held in rows]
-    sizes = (
-        local_steps(lengths, batching.batch_size) if local else spread(lengths, len(batching.sizes(n_used)))
-    )
+    batches = batching.sizes(n_used)
+    if local:
+        sizes = local_steps(lengths, batching.batch_size)
+    elif len(lengths) == 1:  # one rank makes the serial steps
+        sizes = batches[np.newaxis]
+    else:
+        sizes = spread(lengths, len(batches))
     ends = np.searchsorted(valid_rows, bounds)
     validation = [
         (rank, piece)

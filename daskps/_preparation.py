@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from skorch import NeuralNetClassifier
+from torch.utils.data import Dataset, default_collate
 
 from daskps import _inputs, _master, _random
 from daskps._casting import InputCast
@@ -54,7 +55,7 @@ def prepare(start: Start, data: TrainingData, every: int | None) -> Job:
     net = _net(start, data)
     seed = int(torch.randint(2**31 - 1, ())) if start.seed is None else start.seed
     source = _source(net, data)
-    _master.check(net, _two_rows(data), data, len(source.dataset_train), every)
+    _master.check(net, _two_rows(data.X), data, len(source.dataset_train), every)
     return Job(net, source, every, seed)
 
 
@@ -67,6 +68,8 @@ def _net(start: Start, data: TrainingData) -> NeuralNetClassifier:
 
 
 def _default_net(data: TrainingData) -> NeuralNetClassifier:
+    if not hasattr(data.X, "ndim"):
+        raise ValueError(f"net=None makes a net for one array, X is a {type(data.X).__name__}: pass a net.")
     mean, std = input_statistics(data.X, data.weights)
     wide = data.X.ndim == 2 and data.X.dtype.itemsize == 8
     dtype = torch.float64 if wide else torch.float32
@@ -86,8 +89,12 @@ def _source(net: NeuralNetClassifier, data: TrainingData) -> Source:
         ) from error
 
 
-def _two_rows(data: TrainingData) -> np.ndarray:
-    X: Any = data.X
+def _two_rows(X: Any) -> Any:
+    """Two rows as the module gets them, in a tensor or a dict of tensors."""
+    if isinstance(X, dict):
+        return {key: _two_rows(value) for key, value in X.items()}
+    if isinstance(X, Dataset):
+        return default_collate([X[0][0], X[0][0]])
     if _inputs.is_dask(X):
-        return np.zeros((2, *X.shape[1:]), X.dtype)
-    return np.concatenate([X[:1], X[:1]])
+        return torch.as_tensor(np.zeros((2, *X.shape[1:]), X.dtype))
+    return torch.as_tensor(np.concatenate([X[:1], X[:1]]))

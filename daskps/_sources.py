@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
@@ -10,10 +11,11 @@ import torch
 from distributed import Client, Future
 from skorch import NeuralNet
 from skorch.utils import multi_indexing
-from torch.utils.data import Subset
+from torch.utils.data import Dataset, Subset, default_collate
 
-from daskps import _loading
+from daskps import _folds, _loading
 from daskps._inputs import TrainingData, encode
+from daskps._loading import ItemDataset
 from daskps._partitions import (
     Cut,
     Shard,
@@ -73,7 +75,8 @@ class ArraySource:
     """
 
     def __init__(self, net: NeuralNet, X: Any, data: TrainingData) -> None:
-        self.dataset_train, self.dataset_valid = net.get_split_datasets(X, data.y)
+        given = ItemDataset(X, data.y) if isinstance(X, Dataset) else X
+        self.dataset_train, self.dataset_valid = net.get_split_datasets(given, data.y)
         self._weights = data.weights
         self._parts = {True: _unrolled(self.dataset_train)}
         own_rows = self._parts[True][1] is not data.y
@@ -95,7 +98,10 @@ class ArraySource:
 
     def place(self, client: Client, cut: Cut, addresses: Sequence[str]) -> list[Future]:
         shards = [self._shard(cut, rank) for rank in range(len(addresses))]
-        return scatter(client, shards, addresses)
+        fold = _folds.current_fold()
+        if fold is None:
+            return scatter(client, shards, addresses)
+        return _scatter_once(client, shards, addresses, fold)
 
     def batch(self, rows: np.ndarray, training: bool) -> LazyBatch:
         def make() -> tuple:
@@ -123,6 +129,8 @@ class ArraySource:
             rows = held[rows]
         if len(rows) == len(y) and np.array_equal(rows, np.arange(len(y))):
             return X, y
+        if isinstance(X, Dataset):
+            return Subset(X, rows.tolist()), y[rows]
         return multi_indexing(X, rows), y[rows]
 
 
@@ -206,8 +214,6 @@ def scatter(client: Client, shards: Sequence[Any], addresses: Sequence[str]) -> 
 
     async def send_all() -> list[Future]:
         # One after the other would take as long as all together.
-        import asyncio
-
         sent = [
             client.scatter([shard], workers=[address], hash=False, asynchronous=True)
             for shard, address in zip(shards, addresses, strict=True)
@@ -215,6 +221,20 @@ def scatter(client: Client, shards: Sequence[Any], addresses: Sequence[str]) -> 
         return [futures[0] for futures in await asyncio.gather(*sent)]
 
     return client.sync(send_all)
+
+
+def _scatter_once(
+    client: Client, shards: Sequence[Shard], addresses: Sequence[str], fold: np.ndarray
+) -> list[Future]:
+    """Send what no other candidate of the search has sent."""
+    keys = [_folds.key_of(client, *pair) for pair in zip(addresses, shards, strict=True)]
+    futures = [_folds.find(key) for key in keys]
+    missing = [rank for rank, future in enumerate(futures) if future is None]
+    sent = scatter(client, [shards[r] for r in missing], [addresses[r] for r in missing])
+    for rank, future in zip(missing, sent, strict=True):
+        futures[rank] = future
+        _folds.keep(keys[rank], future, fold)
+    return [future for future in futures if future is not None]
 
 
 def _unrolled(dataset: Any) -> tuple[Any, np.ndarray, np.ndarray | None]:
@@ -248,4 +268,6 @@ def _lengths(batches: Sequence[np.ndarray]) -> np.ndarray:
 def _tensors(values: Any) -> Any:
     if isinstance(values, dict):
         return {key: _tensors(value) for key, value in values.items()}
+    if isinstance(values, Subset):
+        return default_collate([values[row][0] for row in range(len(values))])
     return torch.as_tensor(np.asarray(values))

@@ -15,8 +15,7 @@ from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted
 from skorch import NeuralNetClassifier
 
-from daskps import _inputs, config
-from daskps._casting import InputCast
+from daskps import _inputs, _prediction, config
 from daskps._cluster import client_for
 from daskps._freezing import copied, freeze, thaw
 from daskps._inputs import TrainingData
@@ -165,40 +164,42 @@ class DistributedCNNClassifier(ClassifierMixin, BaseEstimator):
         self._fit(start, X, y, classes if known is None else known, sample_weight)
         return self
 
-    def predict(self, X: Any) -> np.ndarray:
+    def predict(self, X: Any) -> Any:
         """The most probable label of every row.
 
         Parameters
         ----------
         X : array of shape (n_samples, ...)
+            What `fit` takes. A dask array or data frame is predicted where its chunks are.
 
         Returns
         -------
-        ndarray of shape (n_samples,)
-            Of the dtype of the labels in ``fit``.
+        ndarray or dask.array.Array of shape (n_samples,)
+            Of the dtype of the labels in ``fit``; lazy if X is.
         """
         probabilities = self.predict_proba(X)
+        if _inputs.is_dask(probabilities):
+            return _prediction.lazy_labels(probabilities, self.classes_)
         return self.classes_[probabilities.argmax(axis=1)]
 
-    def predict_proba(self, X: Any) -> np.ndarray:
+    def predict_proba(self, X: Any) -> Any:
         """The probability of every label, whatever the net's criterion.
 
         Parameters
         ----------
         X : array of shape (n_samples, ...)
+            What `fit` takes. A dask array or data frame is predicted where its chunks are.
 
         Returns
         -------
-        ndarray of shape (n_samples, n_classes)
-            Rows sum to 1; columns are in the order of ``classes_``.
+        ndarray or dask.array.Array of shape (n_samples, n_classes)
+            Rows sum to 1; columns are in the order of ``classes_``. Lazy if X is.
         """
         check_is_fitted(self)
-        X = InputCast.of(self.net_.module_).array(_inputs.check_predict(self, X))
-        probabilities = self.net_.predict_proba(X)
-        if probabilities.shape[1] > len(self.classes_):  # outputs that no label of fit belongs to
-            probabilities = probabilities[:, : len(self.classes_)]
-            probabilities = probabilities / probabilities.sum(axis=1, keepdims=True)
-        return probabilities
+        X = _inputs.check_X(self, X, reset=False)
+        if _inputs.is_dask(X):
+            return _prediction.lazy_probabilities(self.net_, len(self.classes_), X)
+        return _prediction.probabilities(self.net_, len(self.classes_), X)
 
     def _fit(self, start: Start, X: Any, y: Any, classes: Any, sample_weight: Any) -> None:
         """Everything that `fit` and `partial_fit` share."""

@@ -1,0 +1,79 @@
+"""Probabilities from a fitted net: here, or lazily where the chunks of a dask array are."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import torch
+from skorch import NeuralNetClassifier
+
+from daskps._casting import InputCast
+from daskps._freezing import freeze, thaw
+
+
+def probabilities(net: NeuralNetClassifier, n_classes: int, X: Any) -> np.ndarray:
+    """(n_samples, n_classes) probabilities, whatever the net's criterion."""
+    result = net.predict_proba(InputCast.of(net.module_).array(X))
+    if result.shape[1] > n_classes:  # outputs that no label of fit belongs to
+        result = result[:, :n_classes]
+        result = result / result.sum(axis=1, keepdims=True)
+    return result
+
+
+def lazy_probabilities(net: NeuralNetClassifier, n_classes: int, X: Any) -> Any:
+    """The same as a dask array, with the chunks of X along the rows."""
+    from dask import delayed
+
+    # One task makes the predictor, and Dask brings it once to every worker, not once to every chunk.
+    predictor = delayed(Predictor, pure=True)(freeze(net), n_classes)
+    dtype = _numpy_dtype(net)
+    return X.map_blocks(
+        _predict_block,
+        predictor,
+        drop_axis=list(range(1, X.ndim)),
+        new_axis=[1],
+        chunks=(X.chunks[0], (n_classes,)),
+        meta=np.empty((0, n_classes), dtype),
+    )
+
+
+def lazy_labels(probabilities: Any, classes: np.ndarray) -> Any:
+    """The most probable label of every row of a dask array."""
+    return probabilities.map_blocks(_label_block, classes, drop_axis=[1], meta=np.empty(0, classes.dtype))
+
+
+class Predictor:
+    """A frozen net that thaws where it is used for the first time."""
+
+    def __init__(self, frozen: bytes, n_classes: int) -> None:
+        self._frozen = frozen
+        self._n_classes = n_classes
+        self._net: NeuralNetClassifier | None = None
+        self._lock = threading.Lock()
+
+    def __call__(self, X: np.ndarray) -> np.ndarray:
+        """Predict one chunk."""
+        with self._lock:
+            self._net = self._net or thaw(self._frozen)
+        return probabilities(self._net, self._n_classes, X)
+
+    def __reduce__(self) -> tuple:
+        return Predictor, (self._frozen, self._n_classes)
+
+    def __sizeof__(self) -> int:
+        return len(self._frozen)
+
+
+def _predict_block(X: np.ndarray, predictor: Predictor) -> np.ndarray:
+    return predictor(np.asarray(X))
+
+
+def _label_block(probabilities: np.ndarray, classes: np.ndarray) -> np.ndarray:
+    return classes[probabilities.argmax(axis=1)]
+
+
+def _numpy_dtype(net: NeuralNetClassifier) -> np.dtype:
+    dtype = InputCast.of(net.module_).dtype or torch.float32
+    return np.dtype(str(dtype).removeprefix("torch."))
