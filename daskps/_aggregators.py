@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from daskps._spec import Contribution
+# Reads the values from one position to another of a rank's contribution.
+Reader = Callable[[int, int], np.ndarray]
+
+# 256 KiB of float32: what is added stays in a core's cache until it is divided.
+CHUNK = 65_536
 
 
-def combine(contributions: Iterable[Contribution]) -> np.ndarray:
-    """Add the weighted buffers in rank order and, for a mean, divide once.
+def combine(readers: Sequence[Reader], divisor: float, out: np.ndarray) -> None:
+    """Add contributions in the given order, chunk by chunk, and divide once.
 
-    The fixed order makes the bits independent of who came first. Contributions of weight 0 are left
-    out instead of multiplied, since theirs may be NaN. An empty result says that nobody contributed.
+    The order is that of the ranks, whoever came first, so that the bits do not depend on it.
+
+    Parameters
+    ----------
+    readers : sequence of callable
+        One for every contribution that counts. Contributions of weight 0 are left out instead of
+        multiplied, since theirs may be NaN.
+    divisor : float
+        The sum of the weights for a mean, 1 for a sum.
+    out : ndarray
+        Takes the result.
     """
-    counted = sorted((c for c in contributions if c.weight > 0), key=lambda c: c.rank)
-    if not counted:
-        return np.empty(0)
-    total = counted[0].buffer.copy()
-    for contribution in counted[1:]:
-        np.add(total, contribution.buffer, out=total)
-    if counted[0].reduction == "mean":
-        np.true_divide(total, sum(c.weight for c in counted), out=total)
-    return total
+    for start in range(0, len(out), CHUNK):
+        total = out[start : start + CHUNK]
+        stop = start + len(total)
+        np.copyto(total, readers[0](start, stop))
+        for read in readers[1:]:
+            np.add(total, read(start, stop), out=total)
+        if divisor != 1:
+            np.true_divide(total, divisor, out=total)

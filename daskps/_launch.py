@@ -18,7 +18,7 @@ from daskps import config
 from daskps._events import events_of
 from daskps._replica import Opening
 from daskps._scheduler_plugin import DaskpsSchedulerPlugin
-from daskps._spec import CLOSE, OPEN, Ticket
+from daskps._spec import CLOSE, OPEN, Rules, Ticket
 from daskps._worker import (
     DaskpsWorkerPlugin,
     Order,
@@ -49,8 +49,14 @@ class Run:
     """
 
     def __init__(
-        self, client: Client, run_id: str, addresses: list[str], events: queue.SimpleQueue
+        self,
+        client: Client,
+        run_id: str,
+        addresses: list[str],
+        events: queue.SimpleQueue,
+        rules: Rules,
     ) -> None:
+        self.rules = rules
         self.client = client
         self.run_id = run_id
         self.addresses = addresses
@@ -193,6 +199,7 @@ def open_run(client: Client, n_workers: int | None, most: int) -> Iterator[Run]:
     InstallationError
         If daskps is missing, or of another version, on the scheduler or on a worker.
     """
+    rules = config.rules()
     register(client)
     run_id = uuid.uuid4().hex
     annotations = dask.get_annotations()
@@ -202,13 +209,14 @@ def open_run(client: Client, n_workers: int | None, most: int) -> Iterator[Run]:
         "version": daskps.__version__,
         "n_workers": n_workers,
         "most": most,
+        "rules": list(rules),
         "workers": _as_list(annotations.get("workers")),
         "resources": annotations.get("resources"),
     }
     try:
         with events_of(client, run_id) as events:
             addresses = client.sync(getattr(client.scheduler, OPEN), **request)
-            run = Run(client, run_id, list(addresses), events)
+            run = Run(client, run_id, list(addresses), events, rules)
             try:
                 yield run
             finally:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
+
+Allocate = Callable[[int, str], np.ndarray]
 
 _DOUBLE = (torch.float64, torch.complex128)
 
@@ -26,47 +29,58 @@ class FlatBuffer:
     ----------
     like : sequence of Tensor
         Tensors of the shapes and dtypes to pack.
+    allocate : callable, optional
+        Takes a size and a dtype and gives the buffer's memory.
     """
 
-    def __init__(self, like: Sequence[Tensor]) -> None:
+    def __init__(self, like: Sequence[Tensor], allocate: Allocate = np.empty) -> None:
         self._dtypes = [tensor.dtype for tensor in like]
         self._complex = [tensor.is_complex() for tensor in like]
-        shapes = [_real(tensor).shape for tensor in like]
-        ends = np.cumsum([0, *(shape.numel() for shape in shapes)]).tolist()
-        self._flat = torch.zeros(ends[-1] + len(like) + 1, dtype=wire_dtype(like))
-        self._slots = [
-            self._flat[start:end].view(shape)
-            for start, end, shape in zip(ends, ends[1:], shapes, strict=False)
-        ]
-        self._flags = self._flat[ends[-1] : -1]
-        self.array: np.ndarray = self._flat.numpy()
+        self._shapes = [_real(tensor).shape for tensor in like]
+        self._ends = np.cumsum([0, *(shape.numel() for shape in self._shapes)]).tolist()
+        dtype = str(wire_dtype(like)).removeprefix("torch.")
+        self.array = allocate(self._ends[-1] + len(like) + 1, dtype)
+        self._flat = torch.from_numpy(self.array)
+        self._slots = self._cut(self._flat)
 
     def pack(self, tensors: Sequence[Tensor | None], loss: float, scale: float) -> np.ndarray:
         """Write ``scale`` times the tensors, their flags and the loss into the buffer."""
-        for index, (slot, tensor) in enumerate(zip(self._slots, tensors, strict=True)):
+        for slot, tensor in zip(self._slots, tensors, strict=True):
             if tensor is None:
                 slot.zero_()
             else:
                 dense = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
                 slot.copy_(_real(dense))
-            self._flags[index] = tensor is not None
-        self._flat[-1] = loss
+        self.array[self._ends[-1] : -1] = [tensor is not None for tensor in tensors]
+        self.array[-1] = loss
         if scale != 1:
             self._flat.mul_(scale)
         return self.array
 
     def unpack(self, combined: np.ndarray) -> tuple[list[Tensor | None], float]:
-        """Read a combined buffer: tensors that are valid until the next pack, and the loss."""
-        np.copyto(self.array, combined)
-        present = (self._flags != 0).tolist()
-        tensors = [self._restored(index) if flag else None for index, flag in enumerate(present)]
-        return tensors, float(self._flat[-1])
+        """Read a combined buffer: tensors that may be views of it, and the loss."""
+        present = (combined[self._ends[-1] : -1] != 0).tolist()
+        slots = self._cut(torch.from_numpy(combined))
+        tensors = [
+            self._restored(index, slot) if flag else None
+            for index, (slot, flag) in enumerate(zip(slots, present, strict=True))
+        ]
+        return tensors, float(combined[-1])
 
-    def _restored(self, index: int) -> Tensor:
-        slot = self._slots[index]
+    def _cut(self, flat: Tensor) -> list[Tensor]:
+        bounds = zip(pairwise(self._ends), self._shapes, strict=True)
+        return [flat[start:end].view(shape) for (start, end), shape in bounds]
+
+    def _restored(self, index: int, slot: Tensor) -> Tensor:
         if self._complex[index]:
             slot = torch.view_as_complex(slot)
         return slot.to(self._dtypes[index])
+
+
+def bytes_of(tensors: Sequence[Tensor]) -> int:
+    """How many bytes a buffer for these tensors has."""
+    size = sum(_real(tensor).numel() + 1 for tensor in tensors) + 1
+    return size * wire_dtype(tensors).itemsize
 
 
 def _real(tensor: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from skorch import NeuralNet
 
 from daskps import _losses, _random, _state
 from daskps._casting import InputCast
+from daskps._spec import Rules
 from daskps._sync import Alone, Sync
 from daskps._weights import weighted_loss
 
@@ -27,6 +28,7 @@ class Opening(NamedTuple):
     """The callbacks that run on ranks; empty if there are none."""
     history: bytes
     """What these callbacks find in the net's history."""
+    rules: Rules
 
 
 class _Synchronised:
@@ -120,13 +122,13 @@ def build(opening: Opening) -> NeuralNet:
     return net
 
 
-def open_with(net: NeuralNet, every: int | None, callbacks: bytes) -> Opening:
+def open_with(net: NeuralNet, every: int | None, callbacks: bytes, rules: Rules) -> Opening:
     """What replicas of a net are built from."""
     bare = clone(net).set_params(verbose=0, train_split=None)
     # Not by set_params, which would first make the callbacks and then keep them in `callbacks_`.
     bare.callbacks = "disable"
     history = cloudpickle.dumps(_ended_epochs(net)) if callbacks else b""
-    return Opening(cloudpickle.dumps(bare), _state.dump(net), every, callbacks, history)
+    return Opening(cloudpickle.dumps(bare), _state.dump(net), every, callbacks, history, rules)
 
 
 def _ended_epochs(net: NeuralNet) -> Any:

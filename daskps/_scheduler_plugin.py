@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable
-from concurrent.futures import ThreadPoolExecutor
 from time import monotonic
 from typing import Any
 
@@ -19,9 +17,9 @@ from distributed.core import Status
 from distributed.diagnostics.plugin import SchedulerPlugin
 
 import daskps
-from daskps import _wire, config
-from daskps._aggregators import combine
+from daskps import _joining
 from daskps._leases import Leases, Request
+from daskps._rounds import RoundServer
 from daskps._server import ParameterServer
 from daskps._spec import (
     CLOSE,
@@ -32,14 +30,12 @@ from daskps._spec import (
     OPEN,
     SCHEDULER_PLUGIN,
     TOPIC,
-    Contribution,
+    Rules,
 )
 from daskps.exceptions import (
     ClusterTooSmallError,
     DaskpsError,
     InstallationError,
-    InvalidMessageError,
-    RoundTimeoutError,
     RunAbortedError,
     StaleMessageError,
     WorkerLostError,
@@ -63,12 +59,8 @@ class DaskpsSchedulerPlugin(SchedulerPlugin):
         self.processes: dict[str, str] = {}
         self.leaving: dict[str, set[str]] = {}
         self._changed = asyncio.Event()
-        self._adder = ThreadPoolExecutor(1, thread_name_prefix="daskps-sum")
         scheduler.handlers.update({OPEN: self.open, JOIN: self.join, CLOSE: self.close_run})
         scheduler.stream_handlers.update({HELLO: self.hello, LEFT: self.left})
-
-    async def close(self) -> None:
-        self._adder.shutdown(wait=False)
 
     async def before_close(self) -> None:
         for run_id in list(self.runs):
@@ -83,6 +75,7 @@ class DaskpsSchedulerPlugin(SchedulerPlugin):
         version: str,
         n_workers: int | None,
         most: int,
+        rules: list,
         workers: list[str] | None = None,
         resources: dict[str, float] | None = None,
     ) -> list[str]:
@@ -95,11 +88,11 @@ class DaskpsSchedulerPlugin(SchedulerPlugin):
         request = Request(run_id, n_workers, most)
         self.leases.ask(request)
         try:
-            addresses = await self._lease(request, workers, resources or {})
+            addresses = await self._lease(request, workers, resources or {}, Rules(*rules).workers)
         except BaseException:
             self.leases.release(run_id)
             raise
-        self.runs[run_id] = _Run(ParameterServer(run_id, len(addresses)), client, addresses)
+        self.runs[run_id] = _Run(run_id, client, addresses, Rules(*rules))
         logger.info("run %s opens on %d ranks", run_id, len(addresses))
         return addresses
 
@@ -111,58 +104,37 @@ class DaskpsSchedulerPlugin(SchedulerPlugin):
 
     # Handlers: the data connection of a rank
 
-    async def join(self, comm: Comm, run_id: str, rank: int, generation: int) -> Status:
-        """Serve one rank's rounds on the connection on which it asked to join."""
+    async def join(
+        self,
+        comm: Comm,
+        run_id: str,
+        rank: int,
+        generation: int,
+        capacity: int,
+        shared_memory: bool,
+    ) -> Status:
+        """Bring a rank to the thread that serves its run's rounds."""
         run = self.runs.get(run_id)
-        if run is None or generation != run.server.generation:
-            await comm.write(_wire.refusal(StaleMessageError(f"run {run_id!r} is not open")))
-            return Status.dont_reply
-        run.comms.add(comm)
+        carrying = None
         try:
-            await comm.write({"status": "OK"})
-            while True:
-                await self._serve_round(comm, run, rank)
-        except (CommClosedError, EOFError):
+            if run is None or generation != run.server.generation:
+                raise StaleMessageError(f"run {run_id!r} is not open")
+            if run.rounds is None:
+                await comm.write({"status": "OK", "road": "none"})
+                return Status.dont_reply
+            run.rounds.agree(capacity)
+            carrying = await _joining.join(comm, run.rounds, rank, shared_memory, run.rules.connect)
+            # The server forgets a connection when its handler returns.
+            await run.over.wait()
+        except DaskpsError as error:
+            await comm.write(_joining.refusal(error))
+        except (TimeoutError, CommClosedError, OSError):
             logger.debug("rank %d of run %s closed its connection", rank, run_id)
         finally:
-            run.comms.discard(comm)
+            if carrying is not None:
+                carrying.cancel()
             comm.abort()
         return Status.dont_reply
-
-    async def _serve_round(self, comm: Comm, run: _Run, rank: int) -> None:
-        message = await comm.read()
-        arrived = monotonic()
-        try:
-            contribution = _wire.contribution(message)
-            if contribution.rank != rank:
-                raise InvalidMessageError(f"rank {rank} speaks for rank {contribution.rank}")
-            mean, complete = await self._exchange(run, contribution)
-        except DaskpsError as error:
-            run.fail(error)
-            await comm.write(_wire.refusal(error))
-        else:
-            await comm.write(_wire.answer(mean, waited=complete - arrived))
-
-    async def _exchange(self, run: _Run, contribution: Contribution) -> tuple[Any, float]:
-        """Push one contribution and wait for the round's result and the time it was complete."""
-        future = run.future
-        complete = run.server.push(contribution)
-        if complete is not None:
-            run.future = asyncio.get_running_loop().create_future()
-            await self._add(future, complete)
-        return await _within(config.seconds("timeouts.round"), future, run.server)
-
-    async def _add(self, future: asyncio.Future, complete: list[Contribution]) -> None:
-        arrived = monotonic()
-        loop = asyncio.get_running_loop()
-        try:
-            mean = await loop.run_in_executor(self._adder, combine, complete)
-        except Exception as error:  # an aggregator's bug must reach all ranks, not hang them
-            if not future.done():
-                future.set_exception(DaskpsError(f"combining a round failed: {error!r}"))
-        else:
-            if not future.done():
-                future.set_result((mean, arrived))
 
     # Handlers: what workers say of themselves
 
@@ -216,12 +188,11 @@ class DaskpsSchedulerPlugin(SchedulerPlugin):
         run = self.runs.pop(run_id, None)
         if run is None:
             return
-        run.fail(reason)
-        run.close()
+        run.close(reason)
         self.leaving[run_id] = {a for a in run.addresses if a in self.scheduler.workers}
         for address in list(self.leaving[run_id]):
             self.scheduler.worker_send(address, {"op": FORGET, "run_id": run_id})
-        patience = config.seconds("timeouts.close") if self.leaving[run_id] else 0
+        patience = run.rules.close if self.leaving[run_id] else 0
         asyncio.get_running_loop().call_later(patience, self._release, run_id)
 
     def _release(self, run_id: str) -> None:
@@ -232,10 +203,13 @@ class DaskpsSchedulerPlugin(SchedulerPlugin):
     # Leases
 
     async def _lease(
-        self, request: Request, workers: list[str] | None, resources: dict[str, float]
+        self,
+        request: Request,
+        workers: list[str] | None,
+        resources: dict[str, float],
+        patience: float,
     ) -> list[str]:
         """One address for each rank, as soon as it is this request's turn."""
-        patience = config.seconds("timeouts.workers")
         short_since = monotonic()
         while request.run_id in self.leases.waiting():
             usable = self._usable(workers, resources)
@@ -283,34 +257,36 @@ class DaskpsSchedulerPlugin(SchedulerPlugin):
 
 
 class _Run:
-    """An open run: its parameter server and who is connected."""
+    """An open run: its parameter server and the thread that serves its rounds."""
 
-    def __init__(self, server: ParameterServer, client: str, addresses: list[str]) -> None:
-        self.server = server
+    def __init__(self, run_id: str, client: str, addresses: list[str], rules: Rules) -> None:
+        self.server = ParameterServer(run_id, len(addresses))
         self.client = client
         self.addresses = addresses
-        self.comms: set[Comm] = set()
-        self.future: asyncio.Future = asyncio.get_running_loop().create_future()
+        self.rules = rules
+        self.over = asyncio.Event()
+        self.rounds: RoundServer | None = None
+        if len(addresses) > 1:
+            loop = asyncio.get_running_loop()
+            self.rounds = RoundServer(self.server, rules.round, lambda: _call_soon(loop, self.over.set))
 
     def fail(self, error: DaskpsError) -> None:
         self.server.fail(error)
-        if not self.future.done():
-            self.future.set_exception(error)
-            self.future.exception()  # nobody may be waiting: no "never retrieved" in the log
+        if self.rounds is not None:
+            self.rounds.fail(error)
 
-    def close(self) -> None:
-        for comm in list(self.comms):
-            comm.abort()
+    def close(self, reason: DaskpsError) -> None:
+        self.server.fail(reason)
+        if self.rounds is not None:
+            self.rounds.close(reason)
+        self.over.set()
 
 
-async def _within(timeout: float, future: Awaitable, server: ParameterServer) -> Any:
+def _call_soon(loop: asyncio.AbstractEventLoop, function: Any) -> None:
     try:
-        return await asyncio.wait_for(asyncio.shield(future), timeout)
-    except TimeoutError:
-        raise RoundTimeoutError(
-            f"Round {server.round} waited {timeout:g} s for ranks {server.missing()}. If their steps"
-            " take that long, raise daskps.timeouts.round."
-        ) from None
+        loop.call_soon_threadsafe(function)
+    except RuntimeError:  # the loop is closed: nobody waits any more
+        return
 
 
 def _refuse_other_versions(eligible: dict[str, str]) -> None:

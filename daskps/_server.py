@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import math
 
-from daskps._spec import Contribution
+from daskps._spec import DTYPES, REDUCTIONS, Contribution
 from daskps.exceptions import InvalidMessageError, StaleMessageError
-
-REDUCTIONS = ("mean", "sum")
 
 
 class ParameterServer:
@@ -22,11 +20,17 @@ class ParameterServer:
     run_id : str
     world_size : int
         How many ranks contribute to every round.
+
+    Attributes
+    ----------
+    capacity : int
+        How many bytes a contribution may have; agreed on when ranks join.
     """
 
     def __init__(self, run_id: str, world_size: int) -> None:
         self.run_id = run_id
         self.world_size = world_size
+        self.capacity = 0
         self.generation = 0
         self.round = 0
         self.error: BaseException | None = None
@@ -93,8 +97,14 @@ class ParameterServer:
             raise InvalidMessageError(f"weight {c.weight} of rank {c.rank} is not finite and >= 0")
         if c.reduction not in REDUCTIONS:
             raise InvalidMessageError(f"reduction {c.reduction!r} is not one of {REDUCTIONS}")
-        if (c.weight > 0) != (c.buffer.size > 0):
-            raise InvalidMessageError(f"rank {c.rank} sent {c.buffer.size} values with weight {c.weight}")
+        if c.dtype not in DTYPES:
+            raise InvalidMessageError(f"dtype {c.dtype!r} is not one of {DTYPES}")
+        if (c.weight > 0) != (c.size > 0):
+            raise InvalidMessageError(f"rank {c.rank} sent {c.size} values with weight {c.weight}")
+        if c.size * int(c.dtype.removeprefix("float")) // 8 > self.capacity:
+            raise InvalidMessageError(
+                f"rank {c.rank} sent {c.size} values of {c.dtype}, more than {self.capacity} bytes"
+            )
 
     def _refuse_unlike(self, c: Contribution) -> None:
         """All that count in a round have the same length, dtype and reduction."""
@@ -109,4 +119,4 @@ class ParameterServer:
 
 
 def _shape(c: Contribution) -> tuple[int, str, str]:
-    return c.buffer.size, str(c.buffer.dtype), c.reduction
+    return c.size, c.dtype, c.reduction

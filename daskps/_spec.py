@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
-
-import numpy as np
+from typing import Literal, NamedTuple
 
 # Part of the plugins' names: clients of different protocols can share a cluster.
 PROTOCOL = 1
@@ -18,6 +16,9 @@ TOPIC = f"daskps-{PROTOCOL}"
 
 Reduction = Literal["mean", "sum"]
 
+REDUCTIONS: tuple[Reduction, ...] = ("mean", "sum")
+DTYPES = ("float32", "float64")
+
 
 @dataclass(frozen=True)
 class Ticket:
@@ -29,12 +30,23 @@ class Ticket:
     world_size: int
 
 
+class Rules(NamedTuple):
+    """The client's settings that hold for a whole run, on all sides. Durations in seconds."""
+
+    workers: float
+    connect: float
+    round: float
+    close: float
+    report_interval: float
+    transport: str
+
+
 @dataclass(frozen=True)
 class Contribution:
-    """What one rank brings to one round.
+    """What one rank announces to bring to one round.
 
-    The rank has already multiplied ``buffer`` by its ``weight`` where ``reduction`` is 'mean'. A rank
-    of weight 0 sends an empty buffer.
+    The rank has already multiplied its values by ``weight`` where ``reduction`` is 'mean'. A rank of
+    weight 0 brings no values.
     """
 
     run_id: str
@@ -43,7 +55,9 @@ class Contribution:
     round: int
     weight: float
     reduction: Reduction
-    buffer: np.ndarray
+    size: int
+    """How many values."""
+    dtype: str
 
 
 def operation(name: str) -> str:

@@ -11,8 +11,17 @@ from skorch import NeuralNet
 from torch import Tensor
 
 from daskps import _losses
-from daskps._packing import FlatBuffer
+from daskps._packing import FlatBuffer, bytes_of
 from daskps._transport import Channel
+
+
+def capacity(net: NeuralNet) -> int:
+    """How many bytes the largest contribution of a net may have.
+
+    State of optimizers may be more; it takes several rounds, once an epoch.
+    """
+    parameters = [p for _, p in net.get_all_learnable_params()]
+    return bytes_of([*parameters, *_floating_buffers(net)])
 
 
 class Sync(Protocol):
@@ -75,7 +84,7 @@ class GradientSync:
         self._weight = 0.0
         # Anew in every epoch: a callback may have frozen or freed parameters.
         self._parameters = _learnable(self._net)
-        self._gradients = FlatBuffer(self._parameters)
+        self._gradients = FlatBuffer(self._parameters, self._channel.allocate)
         self._buffers.mark()
 
     def gradients(self, weight: float, loss: float) -> float:
@@ -236,7 +245,7 @@ def average_optimizer_state(net: NeuralNet, channel: Channel, weight: float) -> 
         optimizer = getattr(net, name + "_")
         slots, rest = _state_slots(optimizer)
         uniform = uniform and not rest
-        flat = FlatBuffer([like for _, _, like in slots])
+        flat = FlatBuffer([like for _, _, like in slots], channel.allocate)
         if slots and weight > 0:
             held = [optimizer.state.get(p, {}).get(key) for p, key, _ in slots]
             flat.pack(held, 0.0, weight)

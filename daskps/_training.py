@@ -13,6 +13,7 @@ from daskps import _hooks, _loading, _replica, _state
 from daskps._callbacks import EpochReplay, Snapshot, forget_epoch, step_without_gradients
 from daskps._launch import Run
 from daskps._partitions import Cut
+from daskps._replica import Opening
 from daskps._sources import Source
 from daskps._worker import Order, Result
 from daskps.report import FitReport, RankEpoch
@@ -103,7 +104,7 @@ class Training:
         orders = self._orders(epoch)
         opening = None
         if not self._ranks_are_current():
-            opening = _replica.open_with(self.net, self._every, self._callbacks)
+            opening = self._opening()
         replay = EpochReplay(self.net, self._source, self._cut, orders[0])
         results = self._run.epoch(orders, opening, replay.advance)
         replay.finish(results)
@@ -114,6 +115,9 @@ class Training:
         if results[0].records is not None:
             self._callbacks = results[0].records.callbacks
         self._note(results)
+
+    def _opening(self) -> Opening:
+        return _replica.open_with(self.net, self._every, self._callbacks, self._run.rules)
 
     def _orders(self, epoch: int) -> list[Order]:
         settings = _state.dump_settings(self.net)
@@ -175,4 +179,5 @@ def _entry(epoch: int, rank: int, result: Result) -> RankEpoch:
         wait_seconds=traffic.wait_seconds,
         sync_seconds=traffic.sync_seconds,
         bytes=traffic.bytes,
+        transport=result.transport,
     )

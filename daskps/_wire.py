@@ -1,89 +1,112 @@
-"""The messages of a rank's data connection: small headers and one opaque buffer.
+"""The bytes of a rank's data connection: headers of a fixed length, and values as they lie in memory.
 
-Buffers travel as frames that Dask does not look into. Nothing here is pickled or unpickled.
+Nothing here is pickled or unpickled, and nothing is believed: the parameter server checks what a
+header says before a value is read.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
-from distributed.protocol import Serialized
+import struct
+from dataclasses import dataclass
 
 from daskps import exceptions
-from daskps._spec import Contribution, Ticket
+from daskps._spec import DTYPES, REDUCTIONS, Contribution
 from daskps.exceptions import DaskpsError, InvalidMessageError
 
-DTYPES = ("float32", "float64")
+_PUSH = struct.Struct("<32sIIQdBBQ")
+_ANSWER = struct.Struct("<BBQddH")
 
-_HEADER: dict[str, type | tuple[type, ...]] = {
-    "run_id": str,
-    "generation": int,
-    "rank": int,
-    "round": int,
-    "weight": (int, float),
-    "reduction": str,
-}
+PUSH_BYTES = _PUSH.size
+ANSWER_BYTES = _ANSWER.size
+
+_MOST_TEXT = 4096
 
 
-def push(ticket: Ticket, round_: int, weight: float, reduction: str, buffer: np.ndarray) -> dict:
-    """What a rank sends to contribute to a round."""
-    return {
-        "run_id": ticket.run_id,
-        "generation": ticket.generation,
-        "rank": ticket.rank,
-        "round": round_,
-        "weight": weight,
-        "reduction": reduction,
-        "dtype": str(buffer.dtype),
-        "buffer": _frame(buffer),
-    }
+@dataclass(frozen=True)
+class Answer:
+    """What the server announces to send back.
+
+    Attributes
+    ----------
+    size : int
+        How many values; 0 if no rank had any weight.
+    dtype : str
+    complete : float
+        The server's monotonic clock when the round was complete.
+    waited : float
+        Seconds between the arrival of the rank's contribution and that moment.
+    """
+
+    size: int
+    dtype: str
+    complete: float
+    waited: float
 
 
-def contribution(message: Any) -> Contribution:
-    """Read a rank's message.
+def pack_push(c: Contribution) -> bytes:
+    """The header of a contribution."""
+    return _PUSH.pack(
+        c.run_id.encode(),
+        c.generation,
+        c.rank,
+        c.round,
+        c.weight,
+        REDUCTIONS.index(c.reduction),
+        DTYPES.index(c.dtype),
+        c.size,
+    )
+
+
+def unpack_push(header: bytes) -> Contribution:
+    """Read the header of a contribution.
 
     Raises
     ------
     InvalidMessageError
-        If it is not a contribution.
+        If it is not one.
     """
     try:
-        fields = dict(message)
-        for name, kind in _HEADER.items():
-            if not isinstance(fields[name], kind):
-                raise TypeError(f"{name} is {fields[name]!r}")
-        fields["buffer"] = _array(fields["buffer"], fields.pop("dtype"))
-        return Contribution(**fields)
-    except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
-        raise InvalidMessageError(f"not a contribution: {error!r}") from None
+        run_id, generation, rank, round_, weight, reduction, dtype, size = _PUSH.unpack(header)
+        return Contribution(
+            run_id.decode(), generation, rank, round_, weight, REDUCTIONS[reduction], size, DTYPES[dtype]
+        )
+    except (struct.error, UnicodeDecodeError, IndexError) as error:
+        raise InvalidMessageError(f"not the header of a contribution: {error!r}") from None
 
 
-def answer(mean: np.ndarray, waited: float) -> dict:
-    """What the server sends back: the result, and how long the rank waited for the others."""
-    return {"status": "OK", "dtype": str(mean.dtype), "buffer": _frame(mean), "waited": waited}
+def pack_answer(answer: Answer) -> bytes:
+    """The header of a result."""
+    dtype = DTYPES.index(answer.dtype)
+    return _ANSWER.pack(0, dtype, answer.size, answer.complete, answer.waited, 0)
 
 
-def refusal(error: DaskpsError) -> dict:
+def pack_refusal(error: BaseException) -> bytes:
     """What the server sends instead of a result."""
-    return {"status": "refused", "kind": type(error).__name__, "reason": str(error)}
+    text = f"{type(error).__name__}\n{error}".encode()[:_MOST_TEXT]
+    return _ANSWER.pack(1, 0, 0, 0.0, 0.0, len(text)) + text
 
 
-def result(message: dict) -> tuple[np.ndarray, float]:
-    """Read the server's answer; a refusal is raised as the error that it names."""
-    if message["status"] != "OK":
-        raise getattr(exceptions, message["kind"], DaskpsError)(message["reason"])
-    return _array(message["buffer"], message["dtype"]), message["waited"]
+def text_bytes(header: bytes) -> int:
+    """How many bytes of text follow the header of an answer."""
+    return int(_ANSWER.unpack(header)[-1])
 
 
-def _frame(buffer: np.ndarray) -> Serialized:
-    return Serialized({}, [buffer.data.cast("B")] if buffer.size else [])
+def following_bytes(header: bytes) -> int:
+    """How many bytes of text or values follow the header of an answer."""
+    _, dtype, size, _, _, n_text = _ANSWER.unpack(header)
+    return int(n_text) + int(size) * int(DTYPES[dtype].removeprefix("float")) // 8
 
 
-def _array(serialized: Serialized, dtype: str) -> np.ndarray:
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype {dtype!r} is not one of {DTYPES}")
-    if not serialized.frames:
-        return np.empty(0, dtype)
-    (frame,) = serialized.frames
-    return np.frombuffer(frame, dtype)
+def unpack_answer(header: bytes, text: bytes) -> Answer:
+    """Read an answer; a refusal is raised as the error that it names."""
+    refused, dtype, size, complete, waited, _ = _ANSWER.unpack(header)
+    if refused:
+        kind, _, reason = text.decode(errors="replace").partition("\n")
+        raise error_of(kind, reason)
+    return Answer(size, DTYPES[dtype], complete, waited)
+
+
+def error_of(kind: str, reason: str) -> DaskpsError:
+    """The error that a refusal names."""
+    found = getattr(exceptions, kind, DaskpsError)
+    return found(reason) if issubclass(found, DaskpsError) else DaskpsError(f"{kind}: {reason}")

@@ -16,12 +16,12 @@ from distributed import Worker, get_worker
 from distributed.diagnostics.plugin import WorkerPlugin
 
 import daskps
-from daskps import _environment, _random, _replica, _state, config
+from daskps import _environment, _random, _replica, _state
 from daskps._loading import train_batches, validation_batches
 from daskps._partitions import Shard, epoch_order, pieces
 from daskps._replica import Opening
-from daskps._spec import FORGET, HELLO, LEFT, TOPIC, WORKER_PLUGIN, Ticket
-from daskps._sync import Alone, GradientSync, LocalSGD, Sync
+from daskps._spec import FORGET, HELLO, LEFT, TOPIC, WORKER_PLUGIN, Rules, Ticket
+from daskps._sync import Alone, GradientSync, LocalSGD, Sync, capacity
 from daskps._transport import Channel, Traffic, open_channel
 from daskps.exceptions import DaskpsError, RunAbortedError
 
@@ -65,6 +65,8 @@ class Result:
     compute_seconds: float
     setup_seconds: float
     traffic: Traffic
+    transport: str
+    """Which road the rank's values took."""
     uniform: bool
     """Whether all ranks hold the same state now."""
     validation: bytes
@@ -88,6 +90,7 @@ class Seat:
     sync: Sync
     channel: Channel
     epoch: int
+    rules: Rules
     active: bool = False
     left: threading.Event = field(default_factory=threading.Event)
 
@@ -149,10 +152,11 @@ class DaskpsWorkerPlugin(WorkerPlugin):
     def _sit_down(self, order: Order, opening: Opening) -> Seat:
         """A new replica in the state that the client sent, on the connection that the run has."""
         run_id = order.ticket.run_id
-        channel = self.seats[run_id].channel if run_id in self.seats else self._arrive(order.ticket)
-        replica = _replica.build(opening)
+        replica: Any = _replica.build(opening)
+        old = self.seats.get(run_id)
+        channel = self._arrive(order.ticket, replica, opening.rules) if old is None else old.channel
         replica.sync_ = make_sync(replica, channel, order.ticket, opening.every)
-        seat = Seat(order.ticket, replica, replica.sync_, channel, order.epoch, active=True)
+        seat = Seat(order.ticket, replica, replica.sync_, channel, order.epoch, opening.rules, active=True)
         with self.lock:
             if run_id not in self.over:
                 self.seats[run_id] = seat
@@ -160,8 +164,8 @@ class DaskpsWorkerPlugin(WorkerPlugin):
         seat.close()
         raise RunAbortedError("the run ended before this rank began")
 
-    def _arrive(self, ticket: Ticket) -> Channel:
-        channel = open_channel(self.worker, ticket)
+    def _arrive(self, ticket: Ticket, net: Any, rules: Rules) -> Channel:
+        channel = open_channel(self.worker, ticket, capacity(net), rules)
         _environment.tune_malloc()
         return channel
 
@@ -231,7 +235,8 @@ class _Epoch:
         self.losses = np.full(len(shard.sizes), np.nan)
         self.weights = np.zeros(len(shard.sizes))
         self.predictions: list[Any] = [None] * len(shard.sizes)
-        self.reporter = _Reporter(worker, order, self.losses, self.weights)
+        interval = seat.rules.report_interval
+        self.reporter = _Reporter(worker, order, self.losses, self.weights, interval)
 
     def run(self, setup_seconds: float) -> Result:
         step = -1
@@ -258,6 +263,7 @@ class _Epoch:
             compute_seconds=seconds,
             setup_seconds=setup_seconds,
             traffic=traffic,
+            transport=self.seat.channel.kind,
             uniform=uniform,
             validation=validation,
             state=_state.dump(self.net) if first else b"",
@@ -353,12 +359,19 @@ def _without(row: dict, keys: tuple[str, ...]) -> dict:
 class _Reporter:
     """Tells the client several times a second which steps are done."""
 
-    def __init__(self, worker: Worker, order: Order, losses: np.ndarray, weights: np.ndarray) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        order: Order,
+        losses: np.ndarray,
+        weights: np.ndarray,
+        interval: float,
+    ) -> None:
         self.worker = worker
         self.order = order
         self.losses = losses
         self.weights = weights
-        self.interval = config.seconds("report-interval")
+        self.interval = interval
         self.sent = 0
         self.due = perf_counter() + self.interval
 

@@ -9,6 +9,10 @@ import dask.config
 import yaml
 from dask.utils import parse_timedelta
 
+from daskps._spec import Rules
+
+TRANSPORTS = ("auto", "shared-memory", "comm")
+
 
 def get(key: str) -> Any:
     """The value of ``daskps.<key>``."""
@@ -18,6 +22,27 @@ def get(key: str) -> Any:
 def seconds(key: str) -> float:
     """The duration under ``daskps.<key>``, in seconds."""
     return float(parse_timedelta(get(key), default="s"))
+
+
+def rules() -> Rules:
+    """The settings that hold for a whole run.
+
+    Raises
+    ------
+    ValueError
+        If one has no meaning.
+    """
+    transport = get("transport")
+    if transport not in TRANSPORTS:
+        raise ValueError(f"daskps.transport must be one of {TRANSPORTS}, got {transport!r} instead.")
+    return Rules(
+        workers=seconds("timeouts.workers"),
+        connect=seconds("timeouts.connect"),
+        round=seconds("timeouts.round"),
+        close=seconds("timeouts.close"),
+        report_interval=seconds("report-interval"),
+        transport=transport,
+    )
 
 
 def _load_defaults() -> None:

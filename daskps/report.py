@@ -24,6 +24,8 @@ class RankEpoch:
         Moving and combining data.
     bytes : int
         Sent and received.
+    transport : str
+        'shared-memory' or 'comm', or 'none' if there was one rank.
     """
 
     epoch: int
@@ -35,6 +37,7 @@ class RankEpoch:
     wait_seconds: float
     sync_seconds: float
     bytes: int
+    transport: str
 
 
 @dataclass
@@ -117,6 +120,7 @@ class FitReport:
         parts = ", ".join(f"{name} {value:.2f}" for name, value in self.startup_seconds.items())
         return [
             f"{self.world_size} rank(s), sync_every={self.sync_every!r}, batch_size={self.batch_size}",
+            f"transport {', '.join(sorted({e.transport for e in self.ranks}))}",
             f"start-up  {startup:.2f} s ({parts})",
             f"epochs    {len(self.epoch_seconds)} in {sum(self.epoch_seconds):.2f} s",
             f"C         {1000 * self.C:.2f} ms of computing per batch",

@@ -1,0 +1,223 @@
+"""The thread that serves the rounds of one run: receive, add up, answer.
+
+It has sockets of its own and shares nothing with the scheduler's event loop but the interpreter.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import threading
+from collections.abc import Callable
+from time import monotonic
+
+import numpy as np
+
+from daskps._aggregators import combine
+from daskps._links import SocketLink, by_rank
+from daskps._server import ParameterServer
+from daskps._sharedmemory import Segment, reserve
+from daskps._spec import Contribution
+from daskps._wire import Answer
+from daskps.exceptions import DaskpsError, InvalidMessageError, RoundTimeoutError
+
+logger = logging.getLogger("daskps")
+
+
+class RoundServer:
+    """Serves the rounds of one run in a thread of its own.
+
+    Parameters
+    ----------
+    server : ParameterServer
+        Decides what makes up a round.
+    timeout : float
+        Seconds that ranks have until all have joined, and for each round.
+    on_end : callable
+        Called in the thread when it ends.
+    """
+
+    def __init__(self, server: ParameterServer, timeout: float, on_end: Callable[[], None]) -> None:
+        self.server = server
+        self._timeout = timeout
+        self._on_end = on_end
+        self._lock = threading.Lock()
+        self._links: dict[int, SocketLink] = {}
+        self._over = False
+        self._results: Segment | None = None
+        self._private = np.empty(0, "float64")
+        # A byte in it wakes the thread: somebody joined, or the run failed.
+        self._waker, self._wake = os.pipe()
+        self._poll = select.poll()
+        self._poll.register(self._waker, select.POLLIN)
+        self._thread = threading.Thread(target=self._serve, name="daskps-rounds", daemon=True)
+        self._thread.start()
+
+    # From the event loop
+
+    def agree(self, capacity: int) -> None:
+        """Agree with a rank on how many bytes a contribution may have.
+
+        Raises
+        ------
+        InvalidMessageError
+            If another rank has said otherwise.
+        """
+        with self._lock:
+            if self.server.capacity not in (0, capacity):
+                raise InvalidMessageError(
+                    f"a rank has contributions of {capacity} bytes, others have {self.server.capacity}"
+                )
+            self.server.capacity = capacity
+
+    def results(self) -> Segment:
+        """The shared memory into which results are written: two of them, one after the other.
+
+        Raises
+        ------
+        OSError
+            If there is not so much memory.
+        """
+        with self._lock:
+            if self._results is None:
+                self._results = Segment(reserve(2 * self.server.capacity))
+            return self._results
+
+    def attach(self, rank: int, link: SocketLink) -> None:
+        """A rank has joined."""
+        with self._lock:
+            if self._over or rank in self._links:
+                link.close()
+                return
+            self._links[rank] = link
+        self._nudge()
+
+    def fail(self, error: DaskpsError) -> None:
+        """Answer all that wait, and all that will ask, with this error."""
+        self.server.fail(error)
+        self._nudge()
+
+    def close(self, reason: DaskpsError) -> None:
+        """End the rounds now, also in the middle of one."""
+        self.fail(reason)
+        with self._lock:
+            for link in self._links.values():
+                link.hang_up()
+
+    def kinds(self) -> list[str]:
+        """How each rank is connected, in rank order."""
+        return [link.kind for _, link in by_rank(self._links)]
+
+    def _nudge(self) -> None:
+        with self._lock:
+            if not self._over:
+                os.write(self._wake, b"w")
+
+    # In the thread
+
+    def _serve(self) -> None:
+        try:
+            self._gather()
+            while True:
+                self._round()
+        except EOFError:
+            logger.debug("a rank of run %s is gone", self.server.run_id)
+        except DaskpsError as error:
+            self._refuse(error)
+        except Exception as error:
+            logger.exception("the rounds of run %s ended", self.server.run_id)
+            self._refuse(DaskpsError(f"combining a round failed: {error!r}"))
+        finally:
+            self._end()
+
+    def _gather(self) -> None:
+        """Wait until all ranks have joined."""
+        deadline = monotonic() + self._timeout
+        while len(self._links) < self.server.world_size:
+            self._wait(deadline, lambda: sorted(set(range(self.server.world_size)) - self._links.keys()))
+        for _, link in by_rank(self._links):
+            link.sock.settimeout(self._timeout)
+            self._poll.register(link.sock, select.POLLIN)
+
+    def _round(self) -> None:
+        arrived: dict[int, float] = {}
+        complete: list[Contribution] | None = None
+        deadline = monotonic() + self._timeout
+        by_fd = {link.sock.fileno(): rank for rank, link in self._links.items()}
+        while complete is None:
+            for fd in self._wait(deadline, self.server.missing):
+                rank = by_fd[fd]
+                if rank in arrived:
+                    raise EOFError("a rank left in the middle of a round")
+                contribution = self._links[rank].receive()
+                arrived[rank] = monotonic()
+                if contribution.rank != rank:
+                    raise InvalidMessageError(f"rank {rank} speaks for rank {contribution.rank}")
+                complete = self.server.push(contribution)
+                # Its values may be waiting in the socket: from now on only its end is news.
+                self._poll.modify(fd, 0)
+        self._answer(complete, arrived)
+        for fd in by_fd:
+            self._poll.modify(fd, select.POLLIN)
+
+    def _wait(self, deadline: float, missing: Callable[[], list[int]]) -> list[int]:
+        """Sockets that have something to read; or the error that the run failed with."""
+        ready = self._poll.poll(max(0.0, deadline - monotonic()) * 1000)
+        if self.server.error is not None:
+            raise self.server.error
+        if not ready:
+            raise RoundTimeoutError(
+                f"Round {self.server.round} waited {self._timeout:g} s for ranks {missing()}. If their"
+                " steps take that long, raise daskps.timeouts.round."
+            )
+        fds = [fd for fd, _ in ready]
+        if self._waker in fds:
+            os.read(self._waker, 4096)
+        return [fd for fd in fds if fd != self._waker]
+
+    def _answer(self, contributions: list[Contribution], arrived: dict[int, float]) -> None:
+        complete = max(arrived.values())
+        counted = [c for c in contributions if c.weight > 0]
+        result = self._combined(counted)
+        for rank, link in by_rank(self._links):
+            dtype = counted[0].dtype if counted else "float64"
+            link.answer(Answer(len(result), dtype, complete, complete - arrived[rank]), result)
+
+    def _combined(self, counted: list[Contribution]) -> np.ndarray:
+        if not counted:
+            return np.empty(0)
+        first = counted[0]
+        out = self._room(first)
+        readers = [self._links[c.rank].reader(c) for c in counted]
+        combine(readers, sum(c.weight for c in counted) if first.reduction == "mean" else 1.0, out)
+        return out
+
+    def _room(self, c: Contribution) -> np.ndarray:
+        """Where the result goes. Ranks may still read the last one, so two places take turns."""
+        if self._results is not None:
+            offset = (self.server.round % 2) * self.server.capacity
+            return self._results.values(c.dtype, c.size, offset)
+        if self._private.nbytes < self.server.capacity:
+            self._private = np.empty(-(-self.server.capacity // 8), "float64")
+        return self._private.view(c.dtype)[: c.size]
+
+    def _refuse(self, error: BaseException) -> None:
+        self.server.fail(error)
+        for _, link in by_rank(self._links):
+            link.refuse(error)
+
+    def _end(self) -> None:
+        with self._lock:
+            self._over = True
+            links, self._links = self._links, {}
+            os.close(self._wake)
+            os.close(self._waker)
+        for link in links.values():
+            link.hang_up()
+            link.close()
+        if self._results is not None:
+            self._results.close_fd()
+        self._results = None
+        self._private = np.empty(0)
+        self._on_end()
