@@ -15,6 +15,7 @@ from time import monotonic
 import numpy as np
 
 from daskps._aggregators import combine
+from daskps._interpreter import switch_as_before, switch_eagerly
 from daskps._links import SocketLink, by_rank
 from daskps._server import ParameterServer
 from daskps._sharedmemory import Segment, reserve
@@ -51,6 +52,7 @@ class RoundServer:
         self._waker, self._wake = os.pipe()
         self._poll = select.poll()
         self._poll.register(self._waker, select.POLLIN)
+        switch_eagerly()
         self._thread = threading.Thread(target=self._serve, name="daskps-rounds", daemon=True)
         self._thread.start()
 
@@ -220,4 +222,5 @@ class RoundServer:
             self._results.close_fd()
         self._results = None
         self._private = np.empty(0)
+        switch_as_before()
         self._on_end()
