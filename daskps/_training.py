@@ -14,7 +14,8 @@ from daskps._callbacks import EpochReplay, Snapshot, forget_epoch, step_without_
 from daskps._launch import Run
 from daskps._partitions import Cut
 from daskps._sources import Source
-from daskps._worker import Order, Result
+from daskps._spec import Order
+from daskps._worker import Result
 from daskps.report import FitReport, RankEpoch
 
 
