@@ -17,7 +17,8 @@ from skorch import NeuralNet
 from daskps import _state
 from daskps._partitions import Cut, step_rows
 from daskps._sources import Source
-from daskps._worker import Order, Records, Result
+from daskps._spec import Order
+from daskps._worker import Records, Result
 from daskps.exceptions import DaskpsError
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from distributed import Client
 from sklearn.base import BaseEstimator
+from sklearn.utils import assert_all_finite
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import (
     _check_feature_names,
@@ -94,28 +95,45 @@ def check_X(estimator: BaseEstimator, X: Any, reset: bool) -> Any:
     """
     if isinstance(X, Dataset):
         return X
-    if isinstance(X, dict):
+    if isinstance(X, dict) and not hasattr(X, "shape"):  # some sparse matrices are dicts too
         return {name: _check_part(name, part) for name, part in X.items()}
     if not is_dask(X):
-        return validate_data(estimator, _local(X), dtype="numeric", allow_nd=True, reset=reset)
+        return _check_array(estimator, _local(X), reset)
     if hasattr(X, "to_dask_array"):
         _check_feature_names(estimator, X.head(1, npartitions=-1), reset=reset)
         X = X.to_dask_array(lengths=True) if reset else X.to_dask_array()
-    elif reset:
+    elif reset and hasattr(X, "ndim"):
         estimator.n_features_in_ = X.shape[1] if X.ndim > 1 else 1
     return _check_dask(X, reset)
+
+
+def _check_array(estimator: BaseEstimator, X: Any, reset: bool) -> np.ndarray:
+    try:
+        return _plain(validate_data(estimator, X, dtype="numeric", allow_nd=True, reset=reset))
+    except ValueError as error:
+        dtype = getattr(X, "dtype", None)
+        if dtype is None or dtype.kind not in "OUS":
+            raise
+        raise ValueError(f"X has the dtype {dtype}, numbers are needed: {error}") from error
 
 
 def _check_y(estimator: BaseEstimator, y: Any) -> np.ndarray:
     if y is None:
         raise ValueError(f"{type(estimator).__name__} requires y to be passed, but the target y is None.")
     y = column_or_1d(y, warn=True)
+    assert_all_finite(y, input_name="y")
     check_classification_targets(y)
     return y
 
 
 def _check_part(name: Any, part: Any) -> np.ndarray:
-    return check_array(_local(part), dtype="numeric", allow_nd=True, input_name=f"X[{name!r}]")
+    return _plain(check_array(_local(part), dtype="numeric", allow_nd=True, input_name=f"X[{name!r}]"))
+
+
+def _plain(X: np.ndarray) -> np.ndarray:
+    """The rows in native byte order and without negative strides: torch takes nothing else."""
+    X = X.astype(X.dtype.newbyteorder("="), copy=False)
+    return X.copy() if min(X.strides) < 0 else X
 
 
 def _check_lengths(X: Any, y: np.ndarray) -> None:
@@ -179,4 +197,6 @@ def _check_dask(X: Any, known_lengths: bool) -> Any:
         raise ValueError(f"X has the dtype {X.dtype}, numbers are needed.")
     if known_lengths and np.isnan(X.shape[0]):
         X = X.persist().compute_chunk_sizes()
+    if X.shape[0] == 0:
+        raise ValueError(f"X has 0 samples, its shape is {X.shape}: at least 1 is needed.")
     return X.rechunk(dict.fromkeys(range(1, X.ndim), -1))

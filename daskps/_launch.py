@@ -16,12 +16,12 @@ from distributed import Client, Future
 import daskps
 from daskps import config
 from daskps._events import events_of
+from daskps._late import Late
 from daskps._replica import Opening
 from daskps._scheduler_plugin import DaskpsSchedulerPlugin
-from daskps._spec import CLOSE, OPEN, Rules, Ticket
+from daskps._spec import CLOSE, OPEN, Order, Rules, Ticket
 from daskps._worker import (
     DaskpsWorkerPlugin,
-    Order,
     Result,
     StateNeeded,
     end_training,
@@ -130,7 +130,7 @@ class Run:
         # A rank that is run again, or elsewhere, would wait for a round that is over.
         with dask.annotate(retries=0, allow_other_workers=False):
             future = self.client.submit(
-                task,
+                Late(task.__module__, task.__name__),
                 order,
                 self.shards[rank],
                 *arguments,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,26 @@ def batching(net: NeuralNet, training: bool) -> Batching:
         shuffle=bool(options.get("shuffle", False)) and training,
         drop_last=bool(options.get("drop_last", False)),
     )
+
+
+def check_options(net: NeuralNet) -> None:
+    """Make both iterators, over nothing, and refuse options that they do not know.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an option is unknown, or the batch size is none.
+    """
+    for name in ("iterator_train", "iterator_valid"):
+        size = batching(net, name == "iterator_train").batch_size
+        if not isinstance(size, Integral) or (size < 1 and size != -1):
+            raise ValueError(
+                f"batch_size must be an integer >= 1, or -1 for all rows, got {size!r} instead."
+            )
+        try:
+            _iterator(net, name, [], [])
+        except TypeError as error:
+            raise TypeError(f"{name} does not take the options of the net: {error}") from error
 
 
 class ItemDataset(Dataset):

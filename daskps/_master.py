@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,7 @@ from sklearn.base import clone
 from skorch import NeuralNet, NeuralNetBinaryClassifier, NeuralNetClassifier
 from skorch.callbacks import Callback
 
-from daskps import _hooks, _loading, _losses
+from daskps import _hooks, _loading, _losses, _random
 from daskps._casting import InputCast
 from daskps._freezing import copied
 from daskps._inputs import TrainingData
@@ -40,6 +42,25 @@ def _check_net(net: Any) -> None:
     _refuse_own_samplers(net)
     for callback in net.callbacks or () if isinstance(net.callbacks, list) else ():
         _check_cloneable(callback)
+
+
+def check_names(net: Any, names: Iterable[str]) -> None:
+    """Refuse parameters that a net does not have: skorch takes any name with two underscores.
+
+    Raises
+    ------
+    ValueError
+        If there is no net, or if it and its parts do not know a name.
+    """
+    for name in names:
+        if not hasattr(net, "prefixes_"):
+            raise ValueError(f"There is no parameter net__{name} to set: 'net' is {net!r}.")
+        known = {*net.prefixes_, *net.get_params(deep=False)}
+        first = name.partition("__")[0]
+        if first not in known:
+            near = get_close_matches(first, known, 1)
+            hint = f" Did you mean {name.replace(first, near[0], 1)!r}?" if near else ""
+            raise ValueError(f"Invalid parameter {name!r} for {type(net).__name__}.{hint}")
 
 
 def go_on(net: NeuralNetClassifier) -> NeuralNetClassifier:
@@ -76,6 +97,7 @@ def check(net: NeuralNetClassifier, rows: Any, data: TrainingData, n_rows: int, 
     """
     _hooks.check(net, every)
     check_sync(net, every)
+    _loading.check_options(net)
     check_steps(net, n_rows)
     output = check_module(net, rows, len(data.classes))
     if data.weights is not None:
@@ -96,7 +118,7 @@ def check_module(net: NeuralNetClassifier, rows: Any, n_classes: int) -> Any:
         If not.
     """
     try:
-        with torch.random.fork_rng(devices=[]):
+        with _random.LOCK, torch.random.fork_rng(devices=[]):
             values = InputCast.of(net.module_).tensor(rows)
             output = net.evaluation_step((values, None))
     except Exception as error:
@@ -136,7 +158,7 @@ def check_weighting(net: NeuralNetClassifier, output: Any) -> None:
             " 'reduction' and so no loss of each row."
         )
     y = torch.as_tensor(np.zeros(2, target_dtype(net)))
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), _losses.unreduced(net):
+    with _random.LOCK, torch.random.fork_rng(devices=[]), torch.no_grad(), _losses.unreduced(net):
         losses = net.get_loss(output, y, training=True)
     if losses.ndim == 0 or len(losses) != 2:
         raise ValueError(
@@ -147,7 +169,10 @@ def check_weighting(net: NeuralNetClassifier, output: Any) -> None:
 
 def target_dtype(net: NeuralNetClassifier) -> type:
     """What the criterion takes as targets: class indices, or numbers from a binary classifier."""
-    return np.float32 if isinstance(net, NeuralNetBinaryClassifier) else np.int64
+    if not isinstance(net, NeuralNetBinaryClassifier):
+        return np.int64
+    # Torch computes a loss in the targets' dtype.
+    return np.float64 if InputCast.of(net.module_).dtype == torch.float64 else np.float32
 
 
 def check_sync(net: NeuralNetClassifier, every: int | None) -> None:

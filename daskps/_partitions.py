@@ -128,15 +128,15 @@ def _local_sizes(n_rows: int, batch_size: int, n_steps: int) -> np.ndarray:
     return spread([n_rows], n_steps)[0]
 
 
-def spread(lengths: Sequence[int], n_steps: int) -> np.ndarray:
+def spread(lengths: Sequence[int], n_steps: int, least: int = 2) -> np.ndarray:
     """(world_size, n_steps): cut every shard evenly, so that the steps differ by at most a row.
 
-    A shard of few rows takes part in fewer steps, with two or three rows each.
+    A shard of few rows takes part in fewer steps, with ``least`` rows each or one more.
     """
     sizes = np.zeros((len(lengths), n_steps), dtype=np.intp)
     start = 0  # what not every step gets goes round, so that no step gets it from every rank
     for rank, n_rows in enumerate(lengths):
-        taken = min(n_steps, max(1, n_rows // 2))
+        taken = min(n_steps, max(1, n_rows // least))
         base, extra = divmod(n_rows, taken)
         steps = (start + np.arange(taken)) % n_steps
         sizes[rank, steps] = base
@@ -225,7 +225,7 @@ def cut_blocks(
     elif len(lengths) == 1:  # one rank makes the serial steps
         sizes = batches[np.newaxis]
     else:
-        sizes = spread(lengths, len(batches))
+        sizes = spread(lengths, len(batches), least=1 if batching.batch_size == 1 else 2)
     ends = np.searchsorted(valid_rows, bounds)
     validation = [
         (rank, piece)

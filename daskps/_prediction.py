@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,19 @@ from skorch import NeuralNetClassifier
 
 from daskps._casting import InputCast
 from daskps._freezing import freeze, thaw
+from daskps._late import Late
 
 
 def probabilities(net: NeuralNetClassifier, n_classes: int, X: Any) -> np.ndarray:
     """(n_samples, n_classes) probabilities, whatever the net's criterion."""
     result = net.predict_proba(InputCast.of(net.module_).array(X))
+    if not np.allclose(result.sum(axis=1), 1, atol=0.01):
+        warnings.warn(
+            f"Rows of predict_proba do not sum to 1: with predict_nonlinearity={net.predict_nonlinearity!r}"
+            f" and {type(net.criterion_).__name__}, skorch does not know how to make probabilities of what"
+            " the module returns. Pass the net a function that does.",
+            stacklevel=3,
+        )
     if result.shape[1] > n_classes:  # outputs that no label of fit belongs to
         result = result[:, :n_classes]
         result = result / result.sum(axis=1, keepdims=True)
@@ -27,10 +36,10 @@ def lazy_probabilities(net: NeuralNetClassifier, n_classes: int, X: Any) -> Any:
     from dask import delayed
 
     # One task makes the predictor, and Dask brings it once to every worker, not once to every chunk.
-    predictor = delayed(Predictor, pure=True)(freeze(net), n_classes)
+    predictor = delayed(Late(__name__, "Predictor"), pure=True)(freeze(net), n_classes)
     dtype = _numpy_dtype(net)
     return X.map_blocks(
-        _predict_block,
+        Late(__name__, "_predict_block"),
         predictor,
         drop_axis=list(range(1, X.ndim)),
         new_axis=[1],
@@ -41,7 +50,8 @@ def lazy_probabilities(net: NeuralNetClassifier, n_classes: int, X: Any) -> Any:
 
 def lazy_labels(probabilities: Any, classes: np.ndarray) -> Any:
     """The most probable label of every row of a dask array."""
-    return probabilities.map_blocks(_label_block, classes, drop_axis=[1], meta=np.empty(0, classes.dtype))
+    label_block = Late(__name__, "_label_block")
+    return probabilities.map_blocks(label_block, classes, drop_axis=[1], meta=np.empty(0, classes.dtype))
 
 
 class Predictor:

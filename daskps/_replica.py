@@ -8,6 +8,7 @@ import cloudpickle
 import torch
 from sklearn.base import clone
 from skorch import NeuralNet
+from skorch.utils import TeeGenerator
 
 from daskps import _losses, _random, _state
 from daskps._casting import InputCast
@@ -94,7 +95,9 @@ class _Synchronised:
 
         def closure() -> float:
             self._zero_grad_optimizer()  # type: ignore[attr-defined]
-            self.meet()
+            # Not only the meeting: what clips the combined gradient must clip it here too.
+            named = TeeGenerator(self.get_all_learnable_params())  # type: ignore[attr-defined]
+            self.notify("on_grad_computed", named_parameters=named, training=True)  # type: ignore[attr-defined]
             losses.append(self.last_loss_)
             return self.last_loss_
 

@@ -56,6 +56,7 @@ class DaskpsSchedulerPlugin(SchedulerPlugin):
         self.scheduler = scheduler
         self.runs: dict[str, _Run] = {}
         self.leases = Leases()
+        self.asking: dict[str, str] = {}  # the client of every request in the queue
         self.processes: dict[str, str] = {}
         self.leaving: dict[str, set[str]] = {}
         self._changed = asyncio.Event()
@@ -87,11 +88,14 @@ class DaskpsSchedulerPlugin(SchedulerPlugin):
             )
         request = Request(run_id, n_workers, most)
         self.leases.ask(request)
+        self.asking[run_id] = client
         try:
             addresses = await self._lease(request, workers, resources or {}, Rules(*rules).workers)
         except BaseException:
             self.leases.release(run_id)
             raise
+        finally:
+            del self.asking[run_id]
         self.runs[run_id] = _Run(run_id, client, addresses, Rules(*rules))
         logger.info("run %s opens on %d ranks", run_id, len(addresses))
         return addresses
@@ -172,6 +176,10 @@ class DaskpsSchedulerPlugin(SchedulerPlugin):
         for run_id, run in list(self.runs.items()):
             if run.client == client:
                 self._end(run_id, RunAbortedError(f"the client {client} is gone"))
+        for run_id, asking in self.asking.items():
+            if asking == client:
+                self.leases.release(run_id)
+        self._wake()
 
     def restart(self, scheduler: Scheduler) -> None:
         for run_id in list(self.runs):

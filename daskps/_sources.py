@@ -15,6 +15,7 @@ from torch.utils.data import Dataset, Subset, default_collate
 
 from daskps import _folds, _loading
 from daskps._inputs import TrainingData, encode
+from daskps._late import Late
 from daskps._loading import ItemDataset
 from daskps._partitions import (
     Cut,
@@ -183,7 +184,7 @@ class DaskSource:
             self._X[start:stop].to_delayed().ravel().tolist(), workers=[address], retries=3
         )
         return client.submit(
-            assemble,
+            Late(__name__, "assemble"),
             blocks,
             (train - start, valid - start),
             (self._y[train], self._y[valid]),

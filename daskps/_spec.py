@@ -42,6 +42,22 @@ class Rules(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Order:
+    """One epoch of one rank. The scheduler unpickles it with the task that it is for."""
+
+    ticket: Ticket
+    epoch: int
+    """Counted from 0 over all fits of the net: what is random in an epoch hangs on it."""
+    first: bool
+    """Whether the training begins with this epoch."""
+    seed: int
+    shuffle: bool
+    settings: bytes
+    predictions: bool = False
+    """Whether the training predictions are to be brought back."""
+
+
+@dataclass(frozen=True)
 class Contribution:
     """What one rank announces to bring to one round.
 

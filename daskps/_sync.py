@@ -138,6 +138,8 @@ class LocalSGD:
 
     def gradients(self, weight: float, loss: float) -> float:
         self._step_weight = weight  # not added: an optimizer may look at its rows several times
+        if weight == 0:
+            _drop_gradients(_learnable(self._net))
         return loss
 
     def stepped(self, step: int) -> None:

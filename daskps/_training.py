@@ -15,7 +15,8 @@ from daskps._launch import Run
 from daskps._partitions import Cut
 from daskps._replica import Opening
 from daskps._sources import Source
-from daskps._worker import Order, Result
+from daskps._spec import Order
+from daskps._worker import Result
 from daskps.report import FitReport, RankEpoch
 
 

@@ -21,10 +21,23 @@ def sample_weights(given: np.ndarray | None, class_weight: Any, y: np.ndarray) -
     class_weight : None, 'balanced' or dict
     y : ndarray of shape (n_samples,)
         Original labels.
+
+    Raises
+    ------
+    ValueError
+        If a class has a weight that is none, or no row has any.
     """
     weights = np.ones(len(y)) if given is None else given
     if class_weight is not None:
-        weights = weights * compute_sample_weight(class_weight, y)
+        factors = compute_sample_weight(class_weight, y)
+        if not (np.isfinite(factors) & (factors >= 0)).all():
+            raise ValueError(
+                "The 'class_weight' parameter must hold finite numbers that are not negative, got"
+                f" {class_weight!r} instead."
+            )
+        weights = weights * factors
+    if not weights.any():
+        raise ValueError(f"No row counts: with class_weight={class_weight!r} every row has the weight 0.")
     return None if (weights == weights[0]).all() else weights
 
 

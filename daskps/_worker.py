@@ -20,29 +20,13 @@ from daskps import _environment, _random, _replica, _state
 from daskps._loading import train_batches, validation_batches
 from daskps._partitions import Shard, epoch_order, pieces
 from daskps._replica import Opening
-from daskps._spec import FORGET, HELLO, LEFT, TOPIC, WORKER_PLUGIN, Rules, Ticket
+from daskps._spec import FORGET, HELLO, LEFT, TOPIC, WORKER_PLUGIN, Order, Rules, Ticket
 from daskps._sync import Alone, GradientSync, LocalSGD, Sync, capacity
 from daskps._transport import Channel, Traffic, open_channel
 from daskps.exceptions import DaskpsError, RunAbortedError
 
 # One for each process: workers that share a process share torch's random generator.
 PROCESS = uuid.uuid4().hex
-
-
-@dataclass(frozen=True)
-class Order:
-    """One epoch of one rank."""
-
-    ticket: Ticket
-    epoch: int
-    """Counted from 0 over all fits of the net: what is random in an epoch hangs on it."""
-    first: bool
-    """Whether the training begins with this epoch."""
-    seed: int
-    shuffle: bool
-    settings: bytes
-    predictions: bool = False
-    """Whether the training predictions are to be brought back."""
 
 
 class Records(NamedTuple):

@@ -15,7 +15,7 @@ from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted
 from skorch import NeuralNetClassifier
 
-from daskps import _inputs, _prediction, config
+from daskps import _inputs, _master, _prediction, config
 from daskps._cluster import client_for
 from daskps._freezing import copied, freeze, thaw
 from daskps._inputs import TrainingData
@@ -232,6 +232,18 @@ class DistributedCNNClassifier(ClassifierMixin, BaseEstimator):
         if self.random_state is None:
             return None
         return int(check_random_state(self.random_state).randint(2**31 - 1))
+
+    def set_params(self, **params: Any) -> DistributedCNNClassifier:
+        """Set parameters of this estimator, and those of the net as ``net__...``.
+
+        Raises
+        ------
+        ValueError
+            If a name is wrong, or there is no net.
+        """
+        names = [name.removeprefix("net__") for name in params if name.startswith("net__")]
+        _master.check_names(params.get("net", self.net), names)
+        return super().set_params(**params)
 
     # A client cannot be copied or pickled, and none of this needs it to be.
 

@@ -12,6 +12,8 @@ import torch
 from skorch import NeuralNetClassifier
 from torch import nn
 
+from daskps._late import Late
+
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
@@ -254,9 +256,11 @@ def _dask_moments(X: Any, sample_weight: Any) -> _Moments:
     X = X.rechunk(dict.fromkeys(range(1, X.ndim), -1))
     blocks = X.to_delayed().ravel()
     weights = _weight_blocks(X, sample_weight)
-    parts = [dask.delayed(_moments)(*pair) for pair in zip(blocks, weights, strict=True)]
+    moments_of = dask.delayed(Late(__name__, "_moments"))
+    merged = dask.delayed(Late(__name__, "_merge_all"))
+    parts = [moments_of(*pair) for pair in zip(blocks, weights, strict=True)]
     while len(parts) > 1:
-        parts = [dask.delayed(_merge_all)(parts[i : i + 16]) for i in range(0, len(parts), 16)]
+        parts = [merged(parts[i : i + 16]) for i in range(0, len(parts), 16)]
     moments: _Moments = parts[0].compute()
     return moments
 

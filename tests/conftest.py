@@ -1,0 +1,47 @@
+"""The cluster that all tests share, and the check that each leaves it as it found it."""
+
+from __future__ import annotations
+
+import os
+
+# Before anything loads torch, here or in a worker: two pools that spin would fight for the cores.
+for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(_name, "1")
+
+import pytest  # noqa: E402
+from distributed import Client, LocalCluster  # noqa: E402
+
+N_WORKERS = 4
+
+
+def local_cluster(**options):
+    """A cluster without a dashboard: nobody looks, and its port may be taken."""
+    quiet = {"dashboard_address": None, "scheduler_kwargs": {"dashboard_address": ":0"}}
+    return LocalCluster(**{"threads_per_worker": 1, **quiet, **options})
+
+
+@pytest.fixture(scope="session")
+def cluster():
+    """Four worker processes; importing torch in them costs more than most tests do."""
+    with local_cluster(n_workers=N_WORKERS, processes=True) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def session_client(cluster):
+    # Not the default client: a test that wants such a one says so.
+    with Client(cluster, set_as_default=False) as client:
+        client.wait_for_workers(N_WORKERS)
+        yield client
+
+
+@pytest.fixture
+def client(session_client):
+    """The shared cluster's client. After the test the cluster answers, and nothing new is left there."""
+    from probes import leftovers, wait_until
+
+    before = leftovers(session_client)
+    yield session_client
+    assert session_client.submit(int, pure=False).result(timeout=20) == 0
+    # A test that failed before may have left something: that is its fault, not everybody's.
+    wait_until(lambda: leftovers(session_client) <= before, what=lambda: f"left: {leftovers(session_client) - before}")
