@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import logging
 import secrets
 import socket
+from contextlib import suppress
 from typing import Any
 
 from distributed.comm import Comm
@@ -23,6 +25,8 @@ from daskps._rounds import RoundServer
 from daskps._sharedmemory import Segment
 
 TOKEN_BYTES = 32
+
+logger = logging.getLogger("daskps")
 
 
 def refusal(error: BaseException) -> dict:
@@ -75,28 +79,45 @@ async def _share_memory(comm: Comm, rounds: RoundServer, timeout: float) -> Shar
         return None
     finally:
         passing.cancel()
+        await asyncio.wait([passing])  # it still looks at the listener
         listener.close()
 
 
-async def _pass_memory(
-    listener: socket.socket, token: bytes, rounds: RoundServer
-) -> SharedMemoryLink | None:
-    """Wait for the rank to connect, and pass it the memory if it is the rank."""
+async def _pass_memory(listener: socket.socket, token: bytes, rounds: RoundServer) -> SharedMemoryLink:
+    """Wait for the rank to connect, and pass it the memory.
+
+    A stranger, whom the name of the listener does not stop, finds the connection closed; and so does
+    the rank if there is no memory.
+    """
     loop = asyncio.get_running_loop()
-    sock, _ = await loop.sock_accept(listener)
+    while True:
+        sock, _ = await loop.sock_accept(listener)
+        try:
+            if _sharedmemory.is_same_user(sock) and await _shows(sock, token):
+                return SharedMemoryLink(sock, _passed(sock, rounds))
+        except OSError as error:
+            logger.debug("no shared memory for a rank of run %s: %r", rounds.server.run_id, error)
+        except BaseException:
+            sock.close()
+            raise
+        sock.close()
+
+
+async def _shows(sock: socket.socket, token: bytes) -> bool:
+    sock.setblocking(False)
+    shown = await asyncio.get_running_loop().sock_recv(sock, TOKEN_BYTES)
+    return hmac.compare_digest(shown, token)
+
+
+def _passed(sock: socket.socket, rounds: RoundServer) -> Segment:
+    """Memory for a rank's contributions, after it was passed to the rank with that of the results."""
+    memory = Segment(_sharedmemory.reserve(rounds.server.capacity))
     try:
-        sock.setblocking(False)
-        shown = await loop.sock_recv(sock, TOKEN_BYTES)
-        if not (hmac.compare_digest(shown, token) and _sharedmemory.is_same_user(sock)):
-            raise ConnectionError("a stranger asked for shared memory")
-        memory = Segment(_sharedmemory.reserve(rounds.server.capacity))
         sock.setblocking(True)
         _sharedmemory.send(sock, [memory, rounds.results()])
+    finally:
         memory.close_fd()
-        return SharedMemoryLink(sock, memory)
-    except OSError:  # no memory, or a stranger: the rank finds the connection closed
-        sock.close()
-        return None
+    return memory
 
 
 async def _carry_messages(comm: Comm, sock: socket.socket) -> None:
@@ -105,8 +126,9 @@ async def _carry_messages(comm: Comm, sock: socket.socket) -> None:
     try:
         while True:
             message = await comm.read()
-            for frame in message["data"].frames:
-                await loop.sock_sendall(sock, frame)
+            with suppress(BrokenPipeError, ConnectionResetError):  # refused: why is the answer
+                for frame in message["data"].frames:
+                    await loop.sock_sendall(sock, frame)
             await comm.write({"data": Serialized({}, await _answer(loop, sock))})
     finally:
         sock.close()

@@ -25,6 +25,10 @@ from daskps.exceptions import DaskpsError, InvalidMessageError, RoundTimeoutErro
 
 logger = logging.getLogger("daskps")
 
+# The peer has closed, also with values of its before that. Where this is not known, only both
+# directions being closed is seen.
+_END = getattr(select, "POLLRDHUP", 0)
+
 
 class RoundServer:
     """Serves the rounds of one run in a thread of its own.
@@ -87,9 +91,10 @@ class RoundServer:
             return self._results
 
     def attach(self, rank: int, link: SocketLink) -> None:
-        """A rank has joined."""
+        """A rank has joined. One that has done so before, or that is none, is closed."""
         with self._lock:
-            if self._over or rank in self._links:
+            known = 0 <= rank < self.server.world_size
+            if self._over or not known or rank in self._links:
                 link.close()
                 return
             self._links[rank] = link
@@ -123,10 +128,15 @@ class RoundServer:
             self._gather()
             while True:
                 self._round()
-        except EOFError:
-            logger.debug("a rank of run %s is gone", self.server.run_id)
         except DaskpsError as error:
             self._refuse(error)
+        except TimeoutError:
+            self._refuse(self._late("a rank that stopped in the middle of a message"))
+        except (EOFError, OSError) as error:
+            # Why it is gone is known elsewhere: the others learn only that the run is over.
+            logger.debug("a rank of run %s is gone: %r", self.server.run_id, error)
+            if self.server.error is not None:
+                self._refuse(self.server.error)
         except Exception as error:
             logger.exception("the rounds of run %s ended", self.server.run_id)
             self._refuse(DaskpsError(f"combining a round failed: {error!r}"))
@@ -135,8 +145,10 @@ class RoundServer:
 
     def _gather(self) -> None:
         """Wait until all ranks have joined."""
-        deadline = monotonic() + self._timeout
+        deadline = None
         while len(self._links) < self.server.world_size:
+            if self._links and deadline is None:
+                deadline = monotonic() + self._timeout
             self._wait(deadline, lambda: sorted(set(range(self.server.world_size)) - self._links.keys()))
         for _, link in by_rank(self._links):
             link.sock.settimeout(self._timeout)
@@ -145,7 +157,7 @@ class RoundServer:
     def _round(self) -> None:
         arrived: dict[int, float] = {}
         complete: list[Contribution] | None = None
-        deadline = monotonic() + self._timeout
+        deadline = None  # as long as nobody waits
         by_fd = {link.sock.fileno(): rank for rank, link in self._links.items()}
         while complete is None:
             for fd in self._wait(deadline, self.server.missing):
@@ -158,25 +170,29 @@ class RoundServer:
                     raise InvalidMessageError(f"rank {rank} speaks for rank {contribution.rank}")
                 complete = self.server.push(contribution)
                 # Its values may be waiting in the socket: from now on only its end is news.
-                self._poll.modify(fd, 0)
+                self._poll.modify(fd, _END)
+                deadline = deadline or arrived[rank] + self._timeout
         self._answer(complete, arrived)
         for fd in by_fd:
             self._poll.modify(fd, select.POLLIN)
 
-    def _wait(self, deadline: float, missing: Callable[[], list[int]]) -> list[int]:
+    def _wait(self, deadline: float | None, missing: Callable[[], list[int]]) -> list[int]:
         """Sockets that have something to read; or the error that the run failed with."""
-        ready = self._poll.poll(max(0.0, deadline - monotonic()) * 1000)
+        ready = self._poll.poll(None if deadline is None else max(0.0, deadline - monotonic()) * 1000)
         if self.server.error is not None:
             raise self.server.error
         if not ready:
-            raise RoundTimeoutError(
-                f"Round {self.server.round} waited {self._timeout:g} s for ranks {missing()}. If their"
-                " steps take that long, raise daskps.timeouts.round."
-            )
+            raise self._late(f"ranks {missing()}")
         fds = [fd for fd, _ in ready]
         if self._waker in fds:
             os.read(self._waker, 4096)
         return [fd for fd in fds if fd != self._waker]
+
+    def _late(self, whom: str) -> RoundTimeoutError:
+        return RoundTimeoutError(
+            f"Round {self.server.round} waited {self._timeout:g} s for {whom}. If their steps take that"
+            " long, raise daskps.timeouts.round."
+        )
 
     def _answer(self, contributions: list[Contribution], arrived: dict[int, float]) -> None:
         complete = max(arrived.values())
@@ -206,8 +222,9 @@ class RoundServer:
 
     def _refuse(self, error: BaseException) -> None:
         self.server.fail(error)
+        first = self.server.error or error
         for _, link in by_rank(self._links):
-            link.refuse(error)
+            link.refuse(first)
 
     def _end(self) -> None:
         with self._lock:

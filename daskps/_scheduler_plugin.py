@@ -130,6 +130,8 @@ class DaskpsSchedulerPlugin(SchedulerPlugin):
             carrying = await _joining.join(comm, run.rounds, rank, shared_memory, run.rules.connect)
             # The server forgets a connection when its handler returns.
             await run.over.wait()
+            if carrying is not None:
+                await asyncio.wait([carrying], timeout=1.0)  # it may have a refusal to bring
         except DaskpsError as error:
             await comm.write(_joining.refusal(error))
         except (TimeoutError, CommClosedError, OSError):

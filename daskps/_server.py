@@ -56,8 +56,13 @@ class ParameterServer:
         self._refuse_stale(contribution)
         self._refuse_invalid(contribution)
         self._refuse_unlike(contribution)
-        self._pending[contribution.rank] = contribution
-        return self._complete() if len(self._pending) == self.world_size else None
+        pending = self._pending  # `fail`, in another thread, puts another one in its place
+        pending[contribution.rank] = contribution
+        if len(pending) < self.world_size:
+            return None
+        self._pending = {}
+        self.round += 1
+        return [pending[rank] for rank in range(self.world_size)]
 
     def missing(self) -> list[int]:
         """The ranks that the open round waits for."""
@@ -67,13 +72,7 @@ class ParameterServer:
         """Poison the run: from now on every push raises the first error."""
         if self.error is None:
             self.error = error
-        self._pending.clear()
-
-    def _complete(self) -> list[Contribution]:
-        complete = [self._pending[rank] for rank in range(self.world_size)]
-        self._pending.clear()
-        self.round += 1
-        return complete
+        self._pending = {}
 
     def _refuse_stale(self, c: Contribution) -> None:
         if c.run_id != self.run_id:

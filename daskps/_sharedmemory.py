@@ -7,13 +7,16 @@ whatever a limit or a peer does.
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import math
 import mmap
 import os
 import secrets
 import socket
 import struct
 import sys
+from pathlib import Path
 
 import numpy as np
 
@@ -37,6 +40,8 @@ def reserve(n_bytes: int) -> int:
     OSError
         If there is not so much memory.
     """
+    if n_bytes > _available():  # the kernel would look for it at the cost of other processes
+        raise OSError(errno.ENOMEM, f"there is no memory for {n_bytes} bytes")
     fd = os.memfd_create("daskps", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.posix_fallocate(fd, 0, n_bytes)
@@ -45,6 +50,14 @@ def reserve(n_bytes: int) -> int:
         os.close(fd)
         raise
     return fd
+
+
+def _available() -> float:
+    """How many bytes the system could give us."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return 1024 * int(line.split()[1])
+    return math.inf
 
 
 class Segment:
@@ -114,11 +127,14 @@ def receive(sock: socket.socket, count: int) -> list[Segment]:
         If it sent something else.
     """
     message, fds, _, _ = socket.recv_fds(sock, 1, count)
-    if message != b"m" or len(fds) != count:
+    try:
+        if message != b"m" or len(fds) != count:
+            raise OSError(f"expected {count} pieces of shared memory, got {len(fds)}")
+        segments = [Segment(fd) for fd in fds]
+    except BaseException:
         for fd in fds:
             os.close(fd)
-        raise OSError(f"expected {count} pieces of shared memory, got {len(fds)}")
-    segments = [Segment(fd) for fd in fds]
+        raise
     for segment in segments:
         segment.close_fd()
     return segments

@@ -248,15 +248,25 @@ def average_optimizer_state(net: NeuralNet, channel: Channel, weight: float) -> 
         slots, rest = _state_slots(optimizer)
         uniform = uniform and not rest
         flat = FlatBuffer([like for _, _, like in slots], channel.allocate)
-        if slots and weight > 0:
+        # A rank without state takes part as well, in as many rounds: the others may have some.
+        n_bytes = _agreed_bytes(channel, flat.array.nbytes if slots else 0)
+        if not n_bytes:
+            continue
+        values = flat.array if slots else np.empty(n_bytes // 4, "float32")
+        if slots and weight > 0:  # not before: all buffers may lie in the same memory
             held = [optimizer.state.get(p, {}).get(key) for p, key, _ in slots]
             flat.pack(held, 0.0, weight)
-        # A rank without state takes part as well: the others may have some.
-        combined = channel.push_pull(flat.array, weight if slots else 0.0, "mean")
+        combined = channel.push_pull(values, weight if slots else 0.0, "mean")
         if slots and combined.size:
             _write_state(optimizer, slots, flat.unpack(combined)[0])
         uniform = uniform and bool(slots or not combined.size)
     return uniform
+
+
+def _agreed_bytes(channel: Channel, n_bytes: int) -> int:
+    """How much those ranks bring that bring anything: each the same."""
+    agreed = channel.push_pull(np.array([n_bytes], "float64"), 1.0 if n_bytes else 0.0, "mean")
+    return int(agreed[0]) if agreed.size else 0
 
 
 def _state_slots(optimizer: Any) -> tuple[list[tuple[Tensor, str, Tensor]], bool]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Protocol
@@ -107,7 +108,8 @@ class SocketChannel:
         begun = perf_counter()
         sent = values if weight > 0 else values[:0]
         try:
-            self._push(self._announced(sent, weight, reduction), sent)
+            with suppress(BrokenPipeError, ConnectionResetError):  # refused: why is the answer
+                self._push(self._announced(sent, weight, reduction), sent)
             answer = self._answer()
             result = self._result(answer)
         except TimeoutError:

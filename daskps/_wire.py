@@ -109,4 +109,5 @@ def unpack_answer(header: bytes, text: bytes) -> Answer:
 def error_of(kind: str, reason: str) -> DaskpsError:
     """The error that a refusal names."""
     found = getattr(exceptions, kind, DaskpsError)
-    return found(reason) if issubclass(found, DaskpsError) else DaskpsError(f"{kind}: {reason}")
+    known = isinstance(found, type) and issubclass(found, DaskpsError)
+    return found(reason) if known else DaskpsError(f"{kind}: {reason}")

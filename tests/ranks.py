@@ -1,91 +1,193 @@
-"""Ranks of a run as threads of this process, around a real parameter server and without a cluster."""
+"""Ranks of a run as threads of this process, around a real server of rounds and without a cluster."""
 
+import contextlib
+import os
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from daskps import _hooks, _replica, _state
-from daskps._aggregators import combine
+from daskps import _hooks, _replica, _sharedmemory, _state
+from daskps._links import SharedMemoryLink, SocketLink
+from daskps._rounds import RoundServer
 from daskps._server import ParameterServer
-from daskps._spec import Contribution
-from daskps._transport import Traffic
+from daskps._sharedmemory import Segment
+from daskps._spec import Rules, Ticket
+from daskps._sync import capacity
+from daskps._transport import SharedMemoryChannel, SocketChannel
+from daskps.exceptions import RunAbortedError
 
-# Until a rank that waits for another one, which never comes, is an error.
-PATIENCE = 2
+RUN_ID = "0123456789abcdef" * 2
+
+# Until something that never comes is an error. Only a test that fails waits for it.
+PATIENCE = 60
+
+RULES = Rules(
+    workers=PATIENCE,
+    connect=PATIENCE,
+    round=PATIENCE,
+    close=PATIENCE,
+    report_interval=0.25,
+    transport="auto",
+)
+
+
+def tcp_pair():
+    """Two ends of a connection through the loopback interface."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours = socket.create_connection(listener.getsockname())
+        theirs, _ = listener.accept()
+    for sock in (ours, theirs):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return ours, theirs
+
+
+PAIRS = {"unix": socket.socketpair, "tcp": tcp_pair}
+
+# The kinds of channel of the ranks of one run.
+MIXED = ("unix", "shared")
 
 
 class Hub:
-    """Where the ranks' channels meet."""
+    """The rounds of one run, and the ranks' ways to them.
 
-    def __init__(self, world_size):
-        self.server = ParameterServer("run", world_size)
-        self._results = {}
-        self._news = threading.Condition()
+    Parameters
+    ----------
+    world_size : int
+    n_bytes : int
+        Of the largest contribution to one round.
+    patience : float
+        Seconds for a round.
+    """
 
-    def exchange(self, contribution):
-        with self._news:
-            complete = self.server.push(contribution)
-            if complete is not None:
-                self._results[contribution.round] = combine(complete)
-                self._news.notify_all()
-            self._news.wait_for(lambda: self._is_over(contribution.round), PATIENCE)
-            if contribution.round in self._results:
-                return self._results[contribution.round].copy()
-            self.server.fail(TimeoutError(f"ranks {self.server.missing()} did not come"))
-            raise self.server.error
+    def __init__(self, world_size, n_bytes=1 << 20, patience=PATIENCE):
+        self.server = ParameterServer(RUN_ID, world_size)
+        self.ended = threading.Event()
+        self.rounds = RoundServer(self.server, patience, self.ended.set)
+        self.rounds.agree(n_bytes)
+        self._ours = contextlib.ExitStack()
 
-    def fail(self, error):
-        with self._news:
-            self.server.fail(error)
-            self._news.notify_all()
+    def ticket(self, rank):
+        return Ticket(RUN_ID, 0, rank, self.server.world_size)
 
-    def _is_over(self, round_):
-        return round_ in self._results or self.server.error is not None
+    def sock(self, rank, pair="unix"):
+        """A rank's end of a connection on which it may say what it likes."""
+        ours, theirs = PAIRS[pair]()
+        self._ours.callback(ours.close)
+        self.rounds.attach(rank, SocketLink(theirs))
+        ours.settimeout(PATIENCE)
+        return ours
 
+    def channel(self, rank, kind="unix"):
+        """A rank's channel through a socket of this kind, or through shared memory."""
+        if kind == "shared":
+            return self._shared(rank)
+        return SocketChannel(self.sock(rank, kind), self.ticket(rank), self.server.capacity, PATIENCE)
 
-class MemoryChannel:
-    """One rank's way to the hub."""
+    def _shared(self, rank):
+        ours, theirs = socket.socketpair()
+        self._ours.callback(ours.close)
+        memory = Segment(_sharedmemory.reserve(self.server.capacity))
+        _sharedmemory.send(theirs, [memory, self.rounds.results()])
+        memory.close_fd()
+        self.rounds.attach(rank, SharedMemoryLink(theirs, memory))
+        segments = _sharedmemory.receive(ours, 2)
+        return SharedMemoryChannel(ours, self.ticket(rank), self.server.capacity, PATIENCE, *segments)
 
-    def __init__(self, hub, rank):
-        self.traffic = Traffic()
-        self._hub = hub
-        self._rank = rank
-
-    def push_pull(self, buffer, weight, reduction):
-        sent = np.array(buffer if weight > 0 else buffer[:0])
-        message = Contribution("run", 0, self._rank, self.traffic.rounds, weight, reduction, sent)
-        combined = self._hub.exchange(message)
-        self.traffic.rounds += 1
-        return combined
+    def end(self):
+        """End the rounds; afterwards the thread has left."""
+        self.rounds.close(RunAbortedError("the test is over"))
+        self.join()
 
     def close(self):
-        pass
+        """End the rounds, and close the ranks' ends of their connections."""
+        with self._ours:
+            self.end()
+
+    def join(self):
+        """Wait until the thread has left."""
+        self.rounds._thread.join(PATIENCE)
+        assert not self.rounds._thread.is_alive()
+        assert self.ended.is_set()
 
 
-def side_by_side(world_size, rank_does):
-    """Call ``rank_does(rank, channel)`` on every rank at once; raise what went wrong first."""
-    hub = Hub(world_size)
+@contextlib.contextmanager
+def hub(*args, **kwargs):
+    """A hub for the length of the block."""
+    opened = Hub(*args, **kwargs)
+    try:
+        yield opened
+    finally:
+        opened.close()
 
-    def run(rank):
+
+def fds():
+    """The file descriptors of this process, and what they are."""
+    found = {}
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # that of the listing itself
+            found[fd] = os.readlink(f"/proc/self/fd/{fd}")
+    return found
+
+
+def new_fds(before):
+    """What is there and was not before."""
+    return set(fds().items()) - set(before.items())
+
+
+def round_threads():
+    """The threads that serve rounds."""
+    return [thread for thread in threading.enumerate() if thread.name == "daskps-rounds"]
+
+
+def side_by_side(world_size, rank_does, n_bytes=1 << 20, kinds=MIXED):
+    """Call ``rank_does(rank, channel)`` on every rank at once; raise what went wrong first.
+
+    A rank's channel is of the kind that stands at its place in ``kinds``, which is repeated.
+    """
+    errors = []
+
+    def run(rank, channel):
         try:
-            return rank_does(rank, MemoryChannel(hub, rank))
+            return rank_does(rank, channel)
         except BaseException as error:
-            hub.fail(error)
+            errors.append(error)
+            opened.rounds.close(RunAbortedError(f"rank {rank} failed"))
             raise
 
-    with ThreadPoolExecutor(world_size) as pool:
-        futures = [pool.submit(run, rank) for rank in range(world_size)]
-    if hub.server.error is not None:
-        raise hub.server.error
+    with hub(world_size, n_bytes) as opened, ThreadPoolExecutor(world_size) as pool:
+        channels = [opened.channel(rank, kinds[rank % len(kinds)]) for rank in range(world_size)]
+        futures = [pool.submit(run, rank, channel) for rank, channel in enumerate(channels)]
+        pool.shutdown()
+    if errors:
+        raise errors[0]
     return [future.result() for future in futures]
+
+
+def combined(*contributions, kinds=MIXED):
+    """What every rank gets from one round in which each contributed its (values, weight, reduction)."""
+
+    def rank_does(rank, channel):
+        return channel.push_pull(*contributions[rank]).copy()
+
+    results = side_by_side(len(contributions), rank_does, kinds=kinds)
+    assert len({(result.dtype, result.tobytes()) for result in results}) == 1
+    return results[0]
+
+
+def filled(channel, values, dtype="float64"):
+    """Values in the room that the channel has for them."""
+    room = channel.allocate(len(values), dtype)
+    np.copyto(room, values)
+    return room
 
 
 def replica_of(net):
     """A rank's copy of an initialised net, with the callbacks that run on ranks."""
     callbacks = _hooks.rank_side(net)
     dumped = _state.dump_callbacks(net, callbacks) if callbacks else b""
-    return _replica.build(_replica.open_with(net, None, dumped))
+    return _replica.build(_replica.open_with(net, None, dumped, RULES))
 
 
 def train_epoch(replica, sync, batches):
@@ -116,4 +218,5 @@ def train_ranks(net, make_sync, batches_by_rank, epochs=1):
         replica.n_rounds_ = channel.traffic.rounds
         return replica
 
-    return side_by_side(len(batches_by_rank), rank_does)
+    n_bytes = -(-capacity(net) // 64) * 64  # as a rank says when it joins
+    return side_by_side(len(batches_by_rank), rank_does, n_bytes)

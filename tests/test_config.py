@@ -2,6 +2,7 @@ import dask
 import pytest
 
 from daskps import config
+from daskps._spec import Rules
 
 KEYS = ["timeouts.workers", "timeouts.connect", "timeouts.round", "timeouts.close"]
 
@@ -35,3 +36,32 @@ def test_setting_of_the_user_wins():
 def test_unknown_key_is_an_error():
     with pytest.raises(KeyError):
         config.get("no-such-setting")
+
+
+class TestRules:
+    def test_are_the_settings_of_a_run(self):
+        assert config.rules() == Rules(30.0, 30.0, 3600.0, 30.0, 0.25, "auto")
+
+    @pytest.mark.parametrize(("key", "field"), [
+        ("timeouts.workers", "workers"), ("timeouts.connect", "connect"), ("timeouts.round", "round"),
+        ("timeouts.close", "close"), ("report-interval", "report_interval"),
+    ])  # fmt: skip
+    def test_take_every_duration_in_seconds(self, key, field):
+        with dask.config.set({f"daskps.{key}": "77m"}):
+            rules = config.rules()
+        assert getattr(rules, field) == 77 * 60
+        assert rules._replace(**{field: 0.0}) == config.rules()._replace(**{field: 0.0})
+
+    @pytest.mark.parametrize("transport", ["auto", "shared-memory", "comm"])
+    def test_take_the_transport(self, transport):
+        with dask.config.set({"daskps.transport": transport}):
+            assert config.rules().transport == transport
+
+    @pytest.mark.parametrize("transport", ["sharedmemory", "", None, 1, ["auto"]])
+    def test_refuse_a_transport_that_does_not_exist(self, transport):
+        message = r"daskps\.transport must be one of \('auto', 'shared-memory', 'comm'\), got "
+        with dask.config.set({"daskps.transport": transport}), pytest.raises(ValueError, match=message):
+            config.rules()
+
+    def test_are_plain_values(self):
+        assert [type(value) for value in config.rules()] == [float] * 5 + [str]

@@ -14,12 +14,14 @@ PACKAGE = Path(daskps.__file__).parent
 
 # From the ground up. A module may import from the layers below its own, and from no other of its layer.
 LAYERS = [
-    ["exceptions", "_late", "_spec", "config"],
-    ["_aggregators", "_environment", "_folds", "_hooks", "_leases", "_packing", "_partitions",
-     "_random", "_server", "_state", "_weights", "_wire", "datasets", "modules", "report"],
-    ["_casting", "_cluster", "_events", "_freezing", "_inputs", "_loading", "_losses",
-     "_scheduler_plugin", "_transport"],
-    ["_master", "_prediction", "_sources", "_sync"],
+    ["exceptions", "_late", "_spec"],
+    ["_aggregators", "_environment", "_folds", "_handover", "_hooks", "_interpreter", "_leases",
+     "_packing", "_partitions", "_random", "_server", "_sharedmemory", "_state", "_weights", "_wire",
+     "config", "datasets", "modules", "report"],
+    ["_casting", "_cluster", "_events", "_freezing", "_inputs", "_links", "_loading", "_losses"],
+    ["_master", "_prediction", "_rounds", "_sources", "_transport"],
+    ["_joining", "_sync"],
+    ["_scheduler_plugin"],
     ["_replica"],
     ["_worker"],
     ["_callbacks", "_launch"],
@@ -109,7 +111,21 @@ class TestWeight:
         assert modules.isdisjoint({f"daskps.{name}" for name in ("_sync", "_worker", "classifier")})
 
     @pytest.mark.parametrize(
-        "name", ["_server", "_aggregators", "_leases", "_partitions", "_spec", "report", "exceptions"]
+        "name",
+        [
+            "_server",
+            "_aggregators",
+            "_interpreter",
+            "_leases",
+            "_links",
+            "_partitions",
+            "_rounds",
+            "_sharedmemory",
+            "_spec",
+            "_wire",
+            "report",
+            "exceptions",
+        ],
     )
     def test_state_machines_and_arithmetic_need_numpy_at_most(self, name):
         packages, _ = loaded_by(f"import daskps.{name}")

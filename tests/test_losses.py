@@ -3,13 +3,12 @@
 import numpy as np
 import pytest
 import torch
+from ranks import combined
 from skorch import NeuralNet, NeuralNetClassifier
 from torch import nn
 
 from daskps import _losses
-from daskps._aggregators import combine
 from daskps._packing import FlatBuffer
-from daskps._spec import Contribution
 
 CLASS_WEIGHTS = torch.tensor([1.0, 1.0, 10.0], dtype=torch.float64)
 
@@ -86,13 +85,13 @@ def gradient(net, X, y):
 def combined_gradient(net, X, y, cut):
     """The same from two pieces, as two ranks and the server compute it."""
     flat, parts, reduction = None, [], _losses.reduction(net)
-    for rank, piece in enumerate((slice(cut), slice(cut, None))):
+    for piece in (slice(cut), slice(cut, None)):
         weight = _losses.divisor(net, type(net), y[piece])
         loss, grads = gradient(net, X[piece], y[piece])
         flat = FlatBuffer(grads)
         packed = flat.pack(grads, loss, weight if reduction == "mean" else 1.0)
-        parts.append(Contribution("run", 0, rank, 0, weight, reduction, packed))
-    grads, loss = flat.unpack(combine(parts))
+        parts.append((packed, weight, reduction))
+    grads, loss = flat.unpack(combined(*parts))
     return loss, grads
 
 
@@ -140,16 +139,16 @@ def test_unequal_pieces_give_loss_and_gradient_of_the_whole_batch(name, cut):
     loss, grads = gradient(net, X, y)
     combined_loss, combined_grads = combined_gradient(net, X, y, cut)
     assert combined_loss == pytest.approx(loss, rel=1e-12)
-    for grad, combined in zip(grads, combined_grads, strict=True):
-        assert (grad - combined).abs().max() <= 1e-10
+    for grad, other in zip(grads, combined_grads, strict=True):
+        assert (grad - other).abs().max() <= 1e-10
 
 
 def test_rows_as_weights_would_be_wrong_for_class_weights(monkeypatch):
     net, X, y = CASES["class weights"]
     monkeypatch.setattr(_losses, "divisor", lambda net, owner, y_true: float(len(y_true)))
     _, grads = gradient(net, X, y)
-    _, combined = combined_gradient(net, X, y, 64)
-    assert (grads[0] - combined[0]).abs().max() > 1e-3
+    _, others = combined_gradient(net, X, y, 64)
+    assert (grads[0] - others[0]).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("name", ["cross entropy", "class weights", "sum"])
@@ -158,8 +157,8 @@ def test_piece_without_any_row_that_counts_is_left_out(name):
     y = y.clone()
     y[64:] = -100
     _, grads = gradient(net, X[:64], y[:64])
-    _, combined = combined_gradient(net, X, y, 64)
-    assert all((g - c).abs().max() <= 1e-10 for g, c in zip(grads, combined, strict=True))
+    _, others = combined_gradient(net, X, y, 64)
+    assert all((g - c).abs().max() <= 1e-10 for g, c in zip(grads, others, strict=True))
 
 
 class TestDivisor:

@@ -1,10 +1,9 @@
 import numpy as np
 import pytest
 import torch
+from ranks import combined
 
-from daskps._aggregators import combine
-from daskps._packing import FlatBuffer, wire_dtype
-from daskps._spec import Contribution
+from daskps._packing import FlatBuffer, bytes_of, wire_dtype
 
 MIXED = [
     torch.tensor([[1.5, -2.0], [3.0, 0.1]]),
@@ -37,11 +36,11 @@ def bits(tensor):
 def through(like, *ranks, reduction="mean"):
     """What a rank unpacks after each has packed its (tensors, loss, weight)."""
     contributions = []
-    for rank, (tensors, loss, weight) in enumerate(ranks):
+    for tensors, loss, weight in ranks:
         scale = weight if reduction == "mean" else 1.0
         packed = FlatBuffer(like).pack(tensors, loss, scale)
-        contributions.append(Contribution("run", 0, rank, 0, weight, reduction, packed))
-    return FlatBuffer(like).unpack(combine(contributions))
+        contributions.append((packed, weight, reduction))
+    return FlatBuffer(like).unpack(combined(*contributions))
 
 
 class TestWireDtype:
@@ -55,6 +54,25 @@ class TestWireDtype:
     ])  # fmt: skip
     def test_is_as_wide_as_the_widest_tensor(self, dtypes, expected):
         assert wire_dtype([torch.zeros(1, dtype=dtype) for dtype in dtypes]) == expected
+
+
+class TestMemory:
+    def test_is_that_of_whoever_allocates_it(self):
+        rooms = []
+
+        def allocate(size, dtype):
+            rooms.append(np.full(size, 9.0, dtype))
+            return rooms[-1]
+
+        flat = FlatBuffer([torch.zeros(2), torch.zeros((), dtype=torch.float64)], allocate)
+        packed = flat.pack([torch.tensor([1.0, 2.0]), None], 0.5, 2.0)
+        assert packed is flat.array is rooms[0]
+        assert rooms[0].dtype == "float64"
+        assert rooms[0].tolist() == [2.0, 4.0, 0.0, 2.0, 0.0, 1.0]
+
+    @pytest.mark.parametrize("tensors", [MIXED, MIXED[:1], MIXED[2:5], MIXED[9:], []])
+    def test_is_as_much_as_is_said_before(self, tensors):
+        assert bytes_of(tensors) == FlatBuffer(tensors).array.nbytes
 
 
 class TestOneRank:
@@ -110,9 +128,10 @@ class TestOneRank:
         with pytest.raises(ValueError, match="zip"):
             FlatBuffer([torch.zeros(1)]).pack(tensors, 0.0, 1.0)
 
-    def test_result_of_another_length_is_an_error(self):
-        with pytest.raises(ValueError, match="broadcast"):
-            FlatBuffer([torch.zeros(3)]).unpack(np.zeros(4, "float32"))
+    @pytest.mark.parametrize("size", [4, 6])
+    def test_result_of_another_length_is_an_error(self, size):
+        with pytest.raises(ValueError, match="zip"):
+            FlatBuffer([torch.zeros(3)]).unpack(np.zeros(size, "float32"))
 
 
 class TestManyRanks:

@@ -3,7 +3,8 @@ import random
 import numpy as np
 import pytest
 import torch
-from ranks import replica_of
+from dask.sizeof import sizeof
+from ranks import RULES, replica_of
 from skorch import NeuralNetClassifier
 from skorch.callbacks import Callback, EpochScoring
 from torch import nn
@@ -150,6 +151,18 @@ class TestBuild:
         net = net_for(criterion=Learned)
         net.train_step(batch())
         assert torch.equal(replica_of(net).criterion_.scale, net.criterion_.scale)
+
+
+class TestOpening:
+    def test_brings_how_often_to_meet_and_the_rules_of_the_run(self):
+        opening = _replica.open_with(net_for(), 3, b"", RULES)
+        assert (opening.every, opening.rules, opening.callbacks) == (3, RULES, b"")
+
+    def test_is_a_tuple_so_that_dask_sees_its_size(self):
+        net = net_for(module__in_features=1000)
+        opening = _replica.open_with(net, None, b"", RULES)
+        assert isinstance(opening, tuple)
+        assert sizeof(opening) > net.module_.weight.nbytes
 
 
 class TestMeeting:

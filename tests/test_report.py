@@ -4,6 +4,8 @@ import pytest
 
 from daskps.report import FitReport, RankEpoch
 
+TRANSPORTS = ["shared-memory", "comm"]
+
 
 def entry(epoch, rank, rows, compute, wait, sync):
     return RankEpoch(
@@ -16,6 +18,7 @@ def entry(epoch, rank, rows, compute, wait, sync):
         wait_seconds=wait,
         sync_seconds=sync,
         bytes=2_500_000,
+        transport=TRANSPORTS[rank % 2],
     )
 
 
@@ -63,6 +66,7 @@ class TestText:
         text = str(report)
         for part in (
             "2 rank(s), sync_every='batch', batch_size=32",
+            "transport comm, shared-memory\n",
             "1.75 s (lease 0.50, replicas 1.25)",
             "2 in 5.30 s",
             "400.00 ms",
@@ -91,6 +95,7 @@ class TestExport:
         assert plain["S"] == report.S
         assert plain["predicted_speedup"] == report.predicted_speedup
         assert plain["ranks"][3]["compute_seconds"] == 1.5
+        assert [entry["transport"] for entry in plain["ranks"]] == TRANSPORTS * 2
         assert plain["startup_seconds"] == {"lease": 0.5, "replicas": 1.25}
 
     def test_to_frame_has_a_row_for_every_epoch_and_rank(self, report):
@@ -99,6 +104,7 @@ class TestExport:
         assert list(frame.columns) == list(RankEpoch.__dataclass_fields__)
         assert frame[["epoch", "rank"]].to_numpy().tolist() == [[0, 0], [0, 1], [1, 0], [1, 1]]
         assert frame["compute_seconds"].sum() == 8.0
+        assert frame["transport"].tolist() == TRANSPORTS * 2
 
     def test_to_frame_of_nothing_measured_has_the_columns(self):
         pytest.importorskip("pandas")

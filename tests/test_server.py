@@ -1,31 +1,37 @@
 import itertools
 import random
 
-import numpy as np
 import pytest
 
 from daskps._server import ParameterServer
 from daskps._spec import Contribution
 from daskps.exceptions import InvalidMessageError, StaleMessageError, WorkerLostError
 
+CAPACITY = 80  # 10 values of float64
 
-def contribution(rank=0, round_=0, *, weight=1.0, buffer=None, **others):
-    if buffer is None:
-        buffer = np.ones(3) if weight > 0 else np.empty(0)
-    fields = {"run_id": "run", "generation": 0, "reduction": "mean", **others}
-    return Contribution(rank=rank, round=round_, weight=weight, buffer=buffer, **fields)
+
+def contribution(rank=0, round_=0, *, weight=1.0, size=None, **others):
+    if size is None:
+        size = 3 if weight > 0 else 0
+    fields = {"run_id": "run", "generation": 0, "reduction": "mean", "dtype": "float64", **others}
+    return Contribution(rank=rank, round=round_, weight=weight, size=size, **fields)
+
+
+def server_for(world_size):
+    server = ParameterServer("run", world_size)
+    server.capacity = CAPACITY
+    return server
 
 
 @pytest.fixture
 def server():
-    return ParameterServer("run", 2)
+    return server_for(2)
 
 
 def assert_round_works(server):
     """Complete the open round and check that nothing of another round is in it."""
     good = [
-        contribution(rank, server.round, generation=server.generation, buffer=np.full(3, rank + 7.0))
-        for rank in server.missing()
+        contribution(rank, server.round, generation=server.generation, size=3) for rank in server.missing()
     ]
     before = server.round
     assert [server.push(c) for c in good[:-1]] == [None] * (len(good) - 1)
@@ -39,13 +45,13 @@ def assert_round_works(server):
 class TestRounds:
     @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
     def test_last_contribution_completes_the_round_in_rank_order(self, order):
-        server = ParameterServer("run", 3)
+        server = server_for(3)
         results = [server.push(contribution(rank)) for rank in order]
         assert results[:-1] == [None, None]
         assert [c.rank for c in results[-1]] == [0, 1, 2]
 
     def test_world_of_one_completes_at_once(self):
-        server = ParameterServer("run", 1)
+        server = server_for(1)
         for round_ in range(3):
             assert len(server.push(contribution(0, round_))) == 1
 
@@ -55,7 +61,7 @@ class TestRounds:
             assert_round_works(server)
 
     def test_missing_names_the_ranks_that_are_waited_for(self):
-        server = ParameterServer("run", 3)
+        server = server_for(3)
         assert server.missing() == [0, 1, 2]
         server.push(contribution(1))
         assert server.missing() == [0, 2]
@@ -76,7 +82,7 @@ class TestRounds:
     def test_shape_may_change_from_round_to_round(self, server):
         for round_, size in enumerate([3, 5, 1]):
             for rank in range(2):
-                server.push(contribution(rank, round_, buffer=np.ones(size)))
+                server.push(contribution(rank, round_, size=size))
         assert server.round == 3
 
 
@@ -98,14 +104,21 @@ class TestRefusals:
         {"round_": 1},
         {"rank": 2},
         {"rank": -1},
-        {"weight": float("nan"), "buffer": np.ones(3)},
+        {"weight": float("nan"), "size": 3},
+        {"weight": float("nan"), "size": 0},
         {"weight": float("inf")},
-        {"weight": -1.0, "buffer": np.ones(3)},
+        {"weight": -1.0, "size": 3},
         {"weight": -1.0},
         {"reduction": "max"},
         {"reduction": None},
-        {"weight": 0.0, "buffer": np.ones(3)},
-        {"weight": 1.0, "buffer": np.empty(0)},
+        {"dtype": "float16"},
+        {"dtype": "int64"},
+        {"dtype": None},
+        {"weight": 0.0, "size": 3},
+        {"weight": 1.0, "size": 0},
+        {"size": 11},
+        {"size": 21, "dtype": "float32"},
+        {"size": 2**64 - 1},
     ])  # fmt: skip
     def test_what_cannot_belong_to_the_round_is_invalid(self, server, fields):
         with pytest.raises(InvalidMessageError):
@@ -121,8 +134,8 @@ class TestRefusals:
         assert server.push(contribution(1))[0] is first
 
     @pytest.mark.parametrize("unlike", [
-        {"buffer": np.ones(4)},
-        {"buffer": np.ones(3, "float32")},
+        {"size": 4},
+        {"dtype": "float32"},
         {"reduction": "sum"},
     ])  # fmt: skip
     def test_all_that_count_have_the_same_length_dtype_and_reduction(self, server, unlike):
@@ -130,6 +143,23 @@ class TestRefusals:
         with pytest.raises(InvalidMessageError, match=r"rank 1 sent .* rank 0 sent"):
             server.push(contribution(1, **unlike))
         assert_round_works(server)
+
+    @pytest.mark.parametrize(("size", "dtype"), [(10, "float64"), (20, "float32")])
+    def test_as_much_as_the_ranks_agreed_on_is_taken(self, server, size, dtype):
+        for rank in range(2):
+            complete = server.push(contribution(rank, size=size, dtype=dtype))
+        assert [c.size for c in complete] == [size, size]
+
+    def test_more_than_the_ranks_agreed_on_is_refused_with_both_numbers(self, server):
+        message = "rank 1 sent 11 values of float64, more than 80 bytes"
+        with pytest.raises(InvalidMessageError, match=message):
+            server.push(contribution(1, size=11))
+
+    def test_before_ranks_agreed_nothing_but_weight_0_is_taken(self):
+        server = ParameterServer("run", 1)
+        with pytest.raises(InvalidMessageError, match="more than 0 bytes"):
+            server.push(contribution(size=1))
+        assert len(server.push(contribution(weight=0.0))) == 1
 
     def test_weight_0_is_like_any_other(self, server):
         server.push(contribution(0, weight=0.0, reduction="sum"))
@@ -159,7 +189,8 @@ GOOD = {
     "rank": [0, 1, 2],
     "weight": [1.0, 0.5, 7],
     "reduction": ["mean"],
-    "buffer": [np.ones(3)],
+    "size": [3],
+    "dtype": ["float64"],
 }
 ODD = {
     "run_id": ["other", ""],
@@ -167,13 +198,14 @@ ODD = {
     "rank": [-1, 3, 2**70],
     "weight": [0.0, -0.0, -1.0, 1e300, float("nan"), float("inf"), float("-inf")],
     "reduction": ["sum", "max", "", None],
-    "buffer": [np.empty(0), np.ones(2), np.ones(3, "float32")],
+    "size": [0, 2, 11, 2**64 - 1],
+    "dtype": ["float32", "float16", "", None],
 }
 
 
 def test_any_sequence_of_messages_is_taken_or_refused_and_never_disturbs_a_good_round():
     choice = random.Random(0).choice
-    server = ParameterServer("run", 3)
+    server = server_for(3)
     outcomes = {"taken": 0, "refused": 0}
     for number in range(4000):
         fields = {name: choice(choice([GOOD] * 9 + [ODD])[name]) for name in GOOD}

@@ -1,11 +1,11 @@
 import dataclasses
+import json
 import pickle
 
-import numpy as np
 import pytest
 
 from daskps import _spec
-from daskps._spec import Contribution, Ticket
+from daskps._spec import Contribution, Rules, Ticket
 
 
 def test_names_on_the_cluster_carry_the_protocol():
@@ -24,8 +24,16 @@ def test_ticket_is_a_value():
 
 @pytest.mark.parametrize(
     "value",
-    [Ticket("run", 0, 1, 2), Contribution("run", 0, 1, 0, 1.0, "mean", np.zeros(1))],
+    [Ticket("run", 0, 1, 2), Contribution("run", 0, 1, 0, 1.0, "mean", 1, "float64")],
 )
 def test_specs_cannot_be_changed(value):
     with pytest.raises(dataclasses.FrozenInstanceError):
         value.rank = 5
+
+
+def test_rules_travel_as_a_list_of_plain_values():
+    rules = Rules(30.0, 1.0, 3600.0, 2.0, 0.25, "auto")
+    sent = json.loads(json.dumps(list(rules)))
+    assert Rules(*sent) == rules
+    with pytest.raises(AttributeError):
+        rules.round = 1.0

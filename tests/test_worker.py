@@ -1,10 +1,9 @@
 """The loop of a rank over the steps of an epoch, with a stand-in for Dask's worker."""
 
-import dask
 import numpy as np
 import pytest
 import torch
-from ranks import Hub, MemoryChannel, replica_of, side_by_side
+from ranks import RULES, replica_of, side_by_side
 from skorch import NeuralNetClassifier
 from skorch.callbacks import Callback
 from torch import nn
@@ -13,6 +12,7 @@ from daskps import _state
 from daskps._partitions import Batching, Shard, pieces, plan_batches, plan_local
 from daskps._spec import Order, Ticket
 from daskps._sync import Alone, GradientSync, LocalSGD
+from daskps._transport import NoChannel
 from daskps._worker import Seat, _Epoch, make_sync
 from daskps.exceptions import DaskpsError, RunAbortedError
 
@@ -110,18 +110,19 @@ def order_of(rank, world_size, **options):
     return Order(ticket=Ticket("run", 0, rank, world_size), **fields)
 
 
-def epoch_of(net, shard, channel, order, every=0):
+def epoch_of(net, shard, channel, order, every=0, interval=0.25):
     replica = replica_of(net)
     sync = make_sync(replica, channel, order.ticket, every)
     replica.sync_ = sync
-    seat = Seat(order.ticket, replica, sync, channel, order.epoch)
+    rules = RULES._replace(report_interval=interval)
+    seat = Seat(order.ticket, replica, sync, channel, order.epoch, rules)
     return _Epoch(seat, order, shard, Worker())
 
 
-def alone(net, shard=None, **options):
+def alone(net, shard=None, interval=0.25, **options):
     """An epoch of a world of one."""
     shard = shard or shard_of(plan_batches(N_ROWS, Batching(10), 1, 0), 0)
-    return epoch_of(net, shard, MemoryChannel(Hub(1), 0), order_of(0, 1, **options))
+    return epoch_of(net, shard, NoChannel(), order_of(0, 1, **options), interval=interval)
 
 
 def together(net, plan, every=0, **options):
@@ -153,8 +154,7 @@ class TestMakeSync:
     ])  # fmt: skip
     def test_kind(self, world_size, every, kind):
         ticket = Ticket("run", 0, 0, world_size)
-        channel = MemoryChannel(Hub(world_size), 0)
-        assert type(make_sync(net_for(), channel, ticket, every)) is kind
+        assert type(make_sync(net_for(), NoChannel(), ticket, every)) is kind
 
 
 class TestEpoch:
@@ -193,7 +193,14 @@ class TestEpoch:
         result = alone(net_for()).run(0.5)
         assert result.setup_seconds == 0.5
         assert result.compute_seconds > 0
-        assert result.traffic.rounds == 0
+        assert (result.traffic.rounds, result.traffic.bytes, result.transport) == (0, 0, "none")
+
+    def test_says_which_road_the_values_took(self):
+        results = together(net_for(), plan_batches(N_ROWS, Batching(10), 2, 0))
+        assert [result.transport for result in results] == ["comm", "shared-memory"]
+        for result in results:
+            assert result.traffic.rounds == 3
+            assert result.traffic.bytes > 0
 
     def test_is_counted_by_the_seat(self):
         epoch = alone(net_for(), epoch=4)
@@ -279,8 +286,7 @@ class TestFailure:
 
 class TestReports:
     def test_of_finished_steps_add_up_to_the_losses(self):
-        with dask.config.set({"daskps.report-interval": "0s"}):
-            epoch = alone(net_for(), epoch=2)
+        epoch = alone(net_for(), interval=0.0, epoch=2)
         result = epoch.run(0.0)
         events = epoch.reporter.worker.events
         assert [event["rank"] for event in events] == [0, 0, 0]
@@ -289,14 +295,12 @@ class TestReports:
         assert [w for event in events for w in event["weights"]] == result.weights.tolist()
 
     def test_are_not_sent_more_often_than_the_setting_says(self):
-        with dask.config.set({"daskps.report-interval": "1h"}):
-            epoch = alone(net_for())
+        epoch = alone(net_for(), interval=3600.0)
         epoch.run(0.0)
         assert epoch.reporter.worker.events == []
 
     def test_are_plain_values(self):
-        with dask.config.set({"daskps.report-interval": "0s"}):
-            epoch = alone(net_for())
+        epoch = alone(net_for(), interval=0.0)
         epoch.run(0.0)
         for event in epoch.reporter.worker.events:
             assert {type(value) for value in event["losses"] + event["weights"]} == {float}
