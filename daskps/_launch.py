@@ -31,6 +31,7 @@ from daskps.exceptions import (
     DaskpsError,
     InstallationError,
     RunAbortedError,
+    StoppedError,
     WorkerLostError,
 )
 
@@ -170,6 +171,8 @@ class Run:
                 break
         causes = [e for e in errors.values() if not isinstance(e, RunAbortedError)]
         rank, error = next((r, e) for r, e in errors.items() if e is (causes or [errors[first]])[0])
+        if isinstance(error, StoppedError):
+            raise KeyboardInterrupt from error
         error.add_note(f"From worker {self.addresses[rank]}.")
         raise error
 

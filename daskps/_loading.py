@@ -38,7 +38,7 @@ def check_options(net: NeuralNet) -> None:
     for name in ("iterator_train", "iterator_valid"):
         size = batching(net, name == "iterator_train").batch_size
         if not isinstance(size, Integral) or (size < 1 and size != -1):
-            raise ValueError(f"batch_size must be an integer >= 1, or -1 for all rows, got {size!r} instead.")
+            raise ValueError(f"batch_size must be an integer >= 1 or, for all rows, -1, got {size!r}.")
         try:
             _iterator(net, name, [], [])
         except TypeError as error:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from sklearn.base import clone
 from skorch import NeuralNet, NeuralNetBinaryClassifier, NeuralNetClassifier
-from skorch.callbacks import Callback
+from skorch.callbacks import Callback, LoadInitState
 
 from daskps import _hooks, _loading, _losses, _random
 from daskps._casting import InputCast
@@ -29,7 +29,13 @@ def build(net: NeuralNetClassifier) -> NeuralNetClassifier:
         If an option of the net has no meaning.
     """
     _check_net(net)
-    return clone(net).initialize()
+    for callback in net.callbacks or () if isinstance(net.callbacks, list) else ():
+        _check_cloneable(callback)
+    built = clone(net).initialize()
+    for _, callback in built.callbacks_:
+        if isinstance(callback, LoadInitState):  # of a checkpoint that is no longer the net's, but a clone
+            callback.checkpoint.initialize()
+    return built
 
 
 def _check_net(net: Any) -> None:
@@ -40,8 +46,6 @@ def _check_net(net: Any) -> None:
         )
     _refuse_own_loops(net)
     _refuse_own_samplers(net)
-    for callback in net.callbacks or () if isinstance(net.callbacks, list) else ():
-        _check_cloneable(callback)
 
 
 def check_names(net: Any, names: Iterable[str]) -> None:

@@ -10,7 +10,7 @@ import torch
 from skorch import NeuralNetClassifier
 from torch.utils.data import Dataset, default_collate
 
-from daskps import _inputs, _master, _random
+from daskps import _hooks, _inputs, _master, _random
 from daskps._casting import InputCast
 from daskps._inputs import TrainingData
 from daskps._sources import ArraySource, DaskSource, Source
@@ -53,9 +53,13 @@ def prepare(start: Start, data: TrainingData, every: int | None) -> Job:
         If the net, the data and ``every`` do not go together.
     """
     net = _net(start, data)
+    with _hooks.client_side_only(net):  # as in skorch before the split: a callback may set parameters
+        net.notify("on_train_begin", X=data.X, y=data.y)
     seed = int(torch.randint(2**31 - 1, ())) if start.seed is None else start.seed
     source = _source(net, data)
     _master.check(net, _two_rows(data.X), data, len(source.dataset_train), every)
+    if source.dataset_valid is None:
+        _hooks.check_monitors(net)
     return Job(net, source, every, seed)
 
 
@@ -64,7 +68,9 @@ def _net(start: Start, data: TrainingData) -> NeuralNetClassifier:
         return _master.go_on(start.net)
     given = start.net if start.net is not None else _default_net(data)
     with _random.LOCK, _random.seeded(start.seed):
-        return _master.build(given)
+        net = _master.build(given)
+        _hooks.set_input_shapes(net, data.X, data.y)
+    return net
 
 
 def _default_net(data: TrainingData) -> NeuralNetClassifier:

@@ -6,11 +6,10 @@ from typing import Any, NamedTuple
 
 import cloudpickle
 import torch
-from sklearn.base import clone
 from skorch import NeuralNet
 from skorch.utils import TeeGenerator
 
-from daskps import _losses, _random, _state
+from daskps import _hooks, _losses, _random, _state
 from daskps._casting import InputCast
 from daskps._sync import Alone, Sync
 from daskps._weights import weighted_loss
@@ -125,9 +124,7 @@ def build(opening: Opening) -> NeuralNet:
 
 def open_with(net: NeuralNet, every: int | None, callbacks: bytes) -> Opening:
     """What replicas of a net are built from."""
-    bare = clone(net).set_params(verbose=0, train_split=None)
-    # Not by set_params, which would first make the callbacks and then keep them in `callbacks_`.
-    bare.callbacks = "disable"
+    bare = _hooks.without_callbacks(net).set_params(verbose=0, train_split=None)
     history = cloudpickle.dumps(_ended_epochs(net)) if callbacks else b""
     return Opening(cloudpickle.dumps(bare), _state.dump(net), every, callbacks, history)
 

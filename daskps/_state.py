@@ -63,9 +63,27 @@ def load_settings(net: NeuralNet, settings: bytes) -> None:
 
 
 def dump_callbacks(net: NeuralNet, callbacks: list) -> bytes:
-    """Callbacks with their state, but without the net, the modules and optimizers that they refer to."""
+    """Callbacks with their state, but without the net, the modules and optimizers that they refer to.
+
+    Raises
+    ------
+    TypeError
+        If one of them cannot be pickled.
+    """
+    try:
+        return _dumped(net, callbacks)
+    except Exception:
+        for name, callback in callbacks:
+            try:
+                _dumped(net, callback)
+            except Exception as error:
+                raise TypeError(f"The callback {name!r} cannot be copied or pickled: {error}") from error
+        raise
+
+
+def _dumped(net: NeuralNet, value: Any) -> bytes:
     stream = io.BytesIO()
-    _CallbackPickler(stream, net).dump(callbacks)
+    _CallbackPickler(stream, net).dump(value)
     return stream.getvalue()
 
 

@@ -135,5 +135,6 @@ async def _join(worker: Worker, ticket: Ticket) -> Comm:
     except (TimeoutError, OSError) as error:
         raise RunAbortedError(f"cannot join the run at the scheduler: {error!r}") from error
     if greeting["status"] != "OK":
+        comm.abort()
         _wire.result(greeting)
     return comm

@@ -23,7 +23,10 @@ from daskps._replica import Opening
 from daskps._spec import FORGET, HELLO, LEFT, TOPIC, WORKER_PLUGIN, Order, Ticket
 from daskps._sync import Alone, GradientSync, LocalSGD, Sync
 from daskps._transport import Channel, Traffic, open_channel
-from daskps.exceptions import DaskpsError, RunAbortedError
+from daskps.exceptions import DaskpsError, RunAbortedError, StoppedError
+
+# Under this key a validation step holds what callbacks on its rank recorded for its batch.
+RECORDED = "daskps_recorded"
 
 # One for each process: workers that share a process share torch's random generator.
 PROCESS = uuid.uuid4().hex
@@ -178,8 +181,11 @@ def end_training(order: Order, shard: Shard) -> bytes | StateNeeded:
     with plugin.seated(order, None) as seat:
         if seat is None:
             return StateNeeded()
-        for _, callback in seat.replica.callbacks_:
-            callback.on_train_end(seat.replica, X=shard.X, y=shard.y)
+        try:
+            for _, callback in seat.replica.callbacks_:
+                callback.on_train_end(seat.replica, X=shard.X, y=shard.y)
+        except KeyboardInterrupt as error:
+            raise StoppedError("a callback on a rank stopped at the end of the training") from error
         return _state.dump_callbacks(seat.replica, seat.replica.callbacks_)
 
 
@@ -230,6 +236,8 @@ class _Epoch:
             seconds = perf_counter() - begun - traffic.wait_seconds - traffic.sync_seconds
             validation = _state.to_bytes(list(self._validate()))
             self._hook("on_epoch_end")
+        except KeyboardInterrupt as error:  # of a callback; Dask would take it for its own and end
+            raise StoppedError("a callback on a rank stopped the training") from error
         except Exception as error:
             self._blame(error, step)
             raise
@@ -293,11 +301,17 @@ class _Epoch:
         return outcome
 
     def _validate(self) -> Iterator[dict]:
-        for batch in validation_batches(self.net, self.shard):
+        for batch, size in zip(
+            validation_batches(self.net, self.shard), self.shard.valid_sizes, strict=True
+        ):
+            self.net.history.new_batch()
             self._hook("on_batch_begin", batch=batch, training=False)
             outcome = self.net.validation_step(batch)
+            self.net.history.record_batch("valid_loss", _item(outcome["loss"]))
+            self.net.history.record_batch("valid_batch_size", int(size))
             self._hook("on_batch_end", batch=batch, training=False, **outcome)
-            yield outcome
+            recorded = _without(self.net.history[-1, "batches", -1], ("valid_loss", "valid_batch_size"))
+            yield {**outcome, RECORDED: recorded} if recorded else outcome
 
     def _hook(self, name: str, **kwargs: Any) -> None:
         """Call a hook of the callbacks that run on ranks."""

@@ -15,7 +15,8 @@ from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted
 from skorch import NeuralNetClassifier
 
-from daskps import _inputs, _master, _prediction, config
+from daskps import _hooks, _inputs, _master, _prediction, config
+from daskps._claims import claimed
 from daskps._cluster import client_for
 from daskps._freezing import copied, freeze, thaw
 from daskps._inputs import TrainingData
@@ -213,6 +214,7 @@ class DistributedCNNClassifier(ClassifierMixin, BaseEstimator):
             job = prepare(start, data, every)
             clock.lap("checks")
             client = client or stack.enter_context(client_for(self.client))
+            stack.enter_context(claimed(_hooks.files(job.net)))
             self._train(client, job, data, clock)
 
     def _train(self, client: Client, job: Job, data: TrainingData, clock: Stopwatch) -> None:
@@ -253,6 +255,11 @@ class DistributedCNNClassifier(ClassifierMixin, BaseEstimator):
         new = type(self)(**copied, client=self.client)
         if hasattr(self, "_metadata_request"):
             new._metadata_request = copy.deepcopy(self._metadata_request)
+        return new
+
+    def __copy__(self) -> DistributedCNNClassifier:
+        new = type(self).__new__(type(self))
+        vars(new).update(vars(self))
         return new
 
     def __deepcopy__(self, memo: dict) -> DistributedCNNClassifier:

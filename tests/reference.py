@@ -63,8 +63,7 @@ def state(fitted):
     fitted = getattr(fitted, "net_", fitted)
     module = getattr(fitted, "module_", fitted)
     return {
-        name: value.detach().to(torch.float64, copy=True)
-        for name, value in module.state_dict().items()
+        name: value.detach().to(torch.float64, copy=True) for name, value in module.state_dict().items()
     }
 
 

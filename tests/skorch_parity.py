@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from numbers import Real
-from time import sleep
+from time import monotonic, sleep
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -188,18 +189,27 @@ def weight_sum(net):
     return sum(parameter.sum().item() for parameter in net.module_.parameters())
 
 
+class Shared(list):
+    """A list that a clone of its owner goes on with."""
+
+    def __deepcopy__(self, memo):
+        return self
+
+
 class StopAt(Callback):
     """Stops the training in a hook, as a user does with Ctrl-C."""
 
-    def __init__(self, hook, epoch=2, batch=3, error=KeyboardInterrupt):
+    def __init__(self, hook, epoch=2, batch=3, error=KeyboardInterrupt, moments=None):
         self.hook = hook
         self.epoch = epoch
         self.batch = batch
         self.error = error
+        self.moments = Shared() if moments is None else moments
 
     def _maybe(self, hook, net):
         in_batch = "batch" not in hook or len(net.history[-1, "batches"]) == self.batch
         if hook == self.hook and len(net.history) == self.epoch and in_batch:
+            self.moments.append(monotonic())
             raise self.error("stop")
 
     def on_epoch_begin(self, net, **kwargs):
@@ -249,10 +259,14 @@ class Recorder:
     def __deepcopy__(self, memo):
         return self
 
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return lambda *args, **kwargs: self.calls.append((name, args, kwargs))
+    def _note(self, *args, **kwargs):
+        self.calls.append((args, kwargs))
+
+    add_scalar = close = log_scalar = log = log_metric = log_batch = set_terminated = _note
+    info = SimpleNamespace(run_id="run")
+
+    def watch(self, module):
+        self.calls.append(type(module).__name__)
 
 
 class Begun(Callback):
@@ -263,13 +277,6 @@ class Begun(Callback):
 
     def on_epoch_begin(self, net, **kwargs):
         self.epochs.append(len(net.history))
-
-
-class Shared(list):
-    """A list that a clone of its owner goes on with."""
-
-    def __deepcopy__(self, memo):
-        return self
 
 
 # Modules
@@ -321,6 +328,17 @@ class OneLogit(nn.Module):
         return self.layer(X.flatten(1))
 
 
+class Affine(nn.Module):
+    """One linear layer with few inputs: a convex problem of good condition."""
+
+    def __init__(self, dtype=torch.float64):
+        super().__init__()
+        self.layer = nn.Linear(16, 10).to(dtype)
+
+    def forward(self, X):
+        return self.layer(nn.functional.avg_pool2d(X, 2).flatten(1) - 0.3)
+
+
 class Probabilities(nn.Module):
     """For NLLLoss."""
 
@@ -358,6 +376,18 @@ class LossWithoutGetLoss(NeuralNetClassifier):
         loss = nn.functional.cross_entropy(y_pred, y)
         loss.backward()
         return {"loss": loss, "y_pred": y_pred}
+
+
+class OwnSteps(NeuralNetClassifier):
+    """Counts how often it looks at a batch, and keeps its parameters small."""
+
+    def train_step_single(self, batch, **fit_params):
+        self.n_looks_ = getattr(self, "n_looks_", 0) + 1
+        return super().train_step_single(batch, **fit_params)
+
+    def get_loss(self, y_pred, y_true, *args, **kwargs):
+        loss = super().get_loss(y_pred, y_true, *args, **kwargs)
+        return loss + 0.1 * sum(p.pow(2).sum() for p in self.module_.parameters())
 
 
 class TwoLooks(NeuralNetClassifier):
@@ -471,6 +501,13 @@ class Transformed(Dataset):
     def transform(self, X, y):
         X, y = super().transform(X, y)
         return (X if self.apply is None else self.apply(X)), y
+
+
+class StretchedAtOnce(Dataset):
+    """Changes all rows when it is made."""
+
+    def __init__(self, X, y=None):
+        super().__init__(X * 2 - X.mean(), y)
 
 
 def brighter(X):

@@ -15,7 +15,7 @@ PACKAGE = Path(daskps.__file__).parent
 # From the ground up. A module may import from the layers below its own, and from no other of its layer.
 LAYERS = [
     ["exceptions", "_late", "_spec", "config"],
-    ["_aggregators", "_environment", "_folds", "_hooks", "_leases", "_packing", "_partitions",
+    ["_aggregators", "_claims", "_environment", "_folds", "_hooks", "_leases", "_packing", "_partitions",
      "_random", "_server", "_state", "_weights", "_wire", "datasets", "modules", "report"],
     ["_casting", "_cluster", "_events", "_freezing", "_inputs", "_loading", "_losses",
      "_scheduler_plugin", "_transport"],

@@ -14,15 +14,14 @@ import torch
 from conftest import local_cluster
 from distributed import Client, SubprocessCluster
 from nets import CNN3, Boom, Logged, read
-from probes import address, leftovers, wait_until
-from reference import distance, fit_daskps, fit_plain, identical, make_net, separable, state, xy
+from probes import leftovers, wait_until
+from reference import identical, make_net, separable, state, xy
 from skorch.callbacks import Callback
 
 import daskps
 from daskps import DistributedCNNClassifier, InstallationError
 from daskps._launch import open_run
 from daskps._spec import HELLO, SCHEDULER_PLUGIN, WORKER_PLUGIN
-from daskps.exceptions import RunAbortedError
 
 MODES = ["batch", "epoch"]
 
@@ -371,13 +370,16 @@ def two_workers(tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("subprocesses"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", ":".join(path for path in sys.path if path))
-        with SubprocessCluster(
-            n_workers=2,
-            threads_per_worker=1,
-            dashboard_address=":0",
-            worker_class="distributed.Worker",
-            worker_kwargs={"local_directory": folder},
-        ) as cluster, Client(cluster, set_as_default=False) as client:
+        with (
+            SubprocessCluster(
+                n_workers=2,
+                threads_per_worker=1,
+                dashboard_address=":0",
+                worker_class="distributed.Worker",
+                worker_kwargs={"local_directory": folder},
+            ) as cluster,
+            Client(cluster, set_as_default=False) as client,
+        ):
             client.wait_for_workers(2, timeout=60)
             yield client
 
@@ -386,9 +388,10 @@ def test_the_scheduler_imports_neither_torch_nor_skorch(two_workers):
     """Nor while it unpickles the graphs of fits and predictions on dask arrays."""
     X, y = separable(120, 3)
     chunked = da.from_array(X, chunks=(50, 1, 8, 8))
+    net = small_net(max_epochs=1)
     for sync_every in MODES:
-        for rows, net in ((X, small_net()), (chunked, small_net()), (chunked, None)):
-            ours = fit_seeded(two_workers, net, rows, y, sync_every=sync_every)
+        for rows, given in ((X, net), (chunked, net), (chunked, None)):
+            ours = fit_seeded(two_workers, given, rows, y, sync_every=sync_every)
             assert ours.report_.world_size == 2
             assert ours.report_.ranks[0].rounds > 0
     with two_workers.as_current():
