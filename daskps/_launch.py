@@ -205,6 +205,7 @@ def open_run(client: Client, n_workers: int | None, most: int) -> Iterator[Run]:
         "version": daskps.__version__,
         "n_workers": n_workers,
         "most": most,
+        "patience": config.seconds("timeouts.workers"),
         "workers": _as_list(annotations.get("workers")),
         "resources": annotations.get("resources"),
     }

@@ -84,10 +84,14 @@ class DaskpsSchedulerPlugin(SchedulerPlugin):
         version: str,
         n_workers: int | None,
         most: int,
+        patience: float,
         workers: list[str] | None = None,
         resources: dict[str, float] | None = None,
     ) -> list[str]:
-        """Wait for a lease and open a run on the leased workers, one rank on each."""
+        """Wait for a lease and open a run on the leased workers, one rank on each.
+
+        ``patience`` are the seconds to wait for as many workers as are asked for.
+        """
         if version != daskps.__version__:
             raise InstallationError(
                 f"The scheduler has daskps {daskps.__version__} and the client has {version}: install"
@@ -97,7 +101,7 @@ class DaskpsSchedulerPlugin(SchedulerPlugin):
         self.leases.ask(request)
         self.asking[run_id] = client
         try:
-            addresses = await self._lease(request, workers, resources or {})
+            addresses = await self._lease(request, patience, workers, resources or {})
         except BaseException:
             self.leases.release(run_id)
             raise
@@ -240,10 +244,9 @@ class DaskpsSchedulerPlugin(SchedulerPlugin):
     # Leases
 
     async def _lease(
-        self, request: Request, workers: list[str] | None, resources: dict[str, float]
+        self, request: Request, patience: float, workers: list[str] | None, resources: dict[str, float]
     ) -> list[str]:
         """One address for each rank, as soon as it is this request's turn."""
-        patience = config.seconds("timeouts.workers")
         short_since = monotonic()
         while request.run_id in self.leases.waiting():
             usable = self._usable(workers, resources)

@@ -183,13 +183,15 @@ class DaskSource:
         blocks = client.compute(
             self._X[start:stop].to_delayed().ravel().tolist(), workers=[address], retries=3
         )
+        weights = None if self._weights is None else self._weights[train]
+        held = ((train - start, valid - start), (self._y[train], self._y[valid]), weights)
+        sent = scatter(client, held, [address] * 3)  # too large for a graph
         return client.submit(
             Late(__name__, "assemble"),
             blocks,
-            (train - start, valid - start),
-            (self._y[train], self._y[valid]),
+            *sent[:2],
             (cut.training.sizes[rank], _lengths(batches)),
-            None if self._weights is None else self._weights[train],
+            sent[2],
             workers=[address],
             pure=False,
             retries=3,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -13,13 +15,13 @@ import pytest
 import torch
 from conftest import local_cluster
 from distributed import Client, SubprocessCluster
-from nets import CNN3, Boom, Logged, read
+from nets import CNN3, Boom, Gated, Logged, read
 from probes import leftovers, wait_until
 from reference import identical, make_net, separable, state, xy
 from skorch.callbacks import Callback
 
 import daskps
-from daskps import DistributedCNNClassifier, InstallationError
+from daskps import ClusterTooSmallError, DistributedCNNClassifier, InstallationError
 from daskps._launch import open_run
 from daskps._spec import HELLO, SCHEDULER_PLUGIN, WORKER_PLUGIN
 
@@ -27,7 +29,8 @@ MODES = ["batch", "epoch"]
 
 
 def small_net(**options):
-    return make_net(CNN3, **{"module__n": 3, "batch_size": 16, "train_split": None, **options})
+    module = options.pop("module", CNN3)
+    return make_net(module, **{"module__n": 3, "batch_size": 16, "train_split": None, **options})
 
 
 def fit_seeded(client, net, X, y, **options):
@@ -203,6 +206,25 @@ def test_interrupt_while_the_ranks_train(client, tmp_path):
     torch.manual_seed(0)
 
 
+def test_ctrl_c(client, tmp_path):
+    """The signal itself, while the client waits for its ranks."""
+    X, y = xy(120, 3)
+    log, gate = tmp_path / "log", tmp_path / "gate"
+    net = small_net(module=Gated, module__path=str(log), module__gate=str(gate))
+
+    def interrupt():
+        wait_until(log.exists)
+        os.kill(os.getpid(), signal.SIGINT)
+        gate.touch()
+
+    with ThreadPoolExecutor(1) as pool:
+        interrupting = pool.submit(interrupt)
+        ours = fit_seeded(client, net, X, y, n_workers=2)
+        interrupting.result()
+    assert len(ours.history_) == 0
+    assert len(read(log)) < 2 * 3 * 8
+
+
 class Raises(Callback):
     def on_epoch_end(self, net, **kwargs):
         raise LookupError("my own")
@@ -252,8 +274,6 @@ def test_annotated_workers(client, session_client, tmp_path):
 
 
 def pid():
-    import os
-
     return os.getpid()
 
 
@@ -411,6 +431,17 @@ def test_the_scheduler_is_of_another_version(two_workers, monkeypatch):
         assert part in str(caught.value)
     monkeypatch.undo()
     assert fit_seeded(two_workers, small_net(), X, y).report_.world_size == 2
+
+
+def test_the_clients_patience_counts(two_workers):
+    """The setting is the client's, who waits, wherever the scheduler runs."""
+    X, y = xy(120, 3)
+    with (
+        dask.config.set({"daskps.timeouts.workers": "200ms"}),
+        pytest.raises(ClusterTooSmallError) as caught,
+    ):
+        fit_seeded(two_workers, small_net(), X, y, n_workers=3)
+    assert "daskps.timeouts.workers (0.2 s)" in str(caught.value)
 
 
 def test_the_scheduler_keeps_nothing(two_workers):
