@@ -203,6 +203,22 @@ def check(net: NeuralNet, every: int | None) -> None:
             )
 
 
+def check_caching(net: NeuralNet) -> None:
+    """Refuse scores that would need the rows of a dask array on the client.
+
+    Raises
+    ------
+    ValueError
+        If a callback scores without the cached predictions.
+    """
+    for name, callback in net.callbacks_:
+        if isinstance(callback, (BatchScoring, EpochScoring)) and not _caches(net, callback):
+            raise ValueError(
+                f"The callback {name!r} scores with use_caching=False: that needs the rows on the client,"
+                " and X is a dask array, whose rows stay on the workers. Set use_caching=True."
+            )
+
+
 def check_monitors(net: NeuralNet) -> None:
     """Refuse callbacks that wait for a score of validation rows where there are none.
 

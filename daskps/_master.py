@@ -31,11 +31,20 @@ def build(net: NeuralNetClassifier) -> NeuralNetClassifier:
     _check_net(net)
     for callback in net.callbacks or () if isinstance(net.callbacks, list) else ():
         _check_cloneable(callback)
-    built = clone(net).initialize()
+    built = _initialised(clone(net))
     for _, callback in built.callbacks_:
         if isinstance(callback, LoadInitState):  # of a checkpoint that is no longer the net's, but a clone
             callback.checkpoint.initialize()
     return built
+
+
+def _initialised(net: NeuralNetClassifier) -> NeuralNetClassifier:
+    try:
+        return net.initialize()
+    except (AssertionError, RuntimeError) as error:
+        if str(net.device).startswith("cpu"):
+            raise
+        raise ValueError(f"device={net.device!r} is not available here: {error}") from error
 
 
 def _check_net(net: Any) -> None:

@@ -58,6 +58,8 @@ def prepare(start: Start, data: TrainingData, every: int | None) -> Job:
     seed = int(torch.randint(2**31 - 1, ())) if start.seed is None else start.seed
     source = _source(net, data)
     _master.check(net, _two_rows(data.X), data, len(source.dataset_train), every)
+    if _inputs.is_dask(data.X):
+        _hooks.check_caching(net)
     if source.dataset_valid is None:
         _hooks.check_monitors(net)
     return Job(net, source, every, seed)

@@ -42,6 +42,7 @@ class _Synchronised:
     weighted_: bool
     weight_: float
     loss_: torch.Tensor | None
+    counts_: bool
 
     def infer(self, x: Any, **fit_params: Any) -> Any:
         return super().infer(self.cast_.tensor(x), **fit_params)  # type: ignore[misc]
@@ -56,6 +57,14 @@ class _Synchronised:
             loss = super().get_loss(y_pred, y_true, *args, **kwargs)  # type: ignore[misc]
         self.loss_ = loss
         return loss
+
+    def train_step_single(self, batch: Any, **fit_params: Any) -> dict:
+        step = super().train_step_single(batch, **fit_params)  # type: ignore[misc]
+        if self.loss_ is None:  # computed without get_loss
+            self.weight_ = float(len(batch[0]))
+        # What the optimizer's closure returns, whether get_loss had made it or not.
+        self.loss_ = step["loss"]
+        return step
 
     def _weighted_loss(
         self, y_pred: Any, y_true: torch.Tensor, weights: torch.Tensor, **kwargs: Any
@@ -74,8 +83,10 @@ class _Synchronised:
     def meet(self, batch: Any = None) -> None:
         """Push this rank's gradients and take the combined ones."""
         loss, weight = self.loss_, self.weight_
-        if loss is None and batch is not None:  # a train_step_single that computes its loss itself
+        if loss is None and batch is not None:  # a train_step that computes its loss itself
             weight = float(len(batch[0]))
+        if not self.counts_:
+            weight = 0.0
         combined = self.sync_.gradients(weight, float("nan") if loss is None else loss.item())
         self.rounds_ += 1
         self.step_weight_ = weight
@@ -85,6 +96,20 @@ class _Synchronised:
             loss.data.fill_(combined)
         self.last_loss_ = combined
         self.weight_, self.loss_ = 0.0, None
+
+    @property
+    def steps_its_own_way_(self) -> bool:
+        """Whether the user's ``train_step`` decides how often ranks meet in a step."""
+        return owner(self).train_step is not NeuralNet.train_step  # type: ignore[attr-defined]
+
+    def shadow_step(self, batch: Any) -> float:
+        """A step in the user's own way whose rows count nothing: to meet as often as the others do."""
+        self.counts_ = False
+        try:
+            self.train_step(batch)  # type: ignore[attr-defined]
+        finally:
+            self.counts_ = True
+        return self.last_loss_
 
     def idle_step(self) -> float:
         """A step in which this rank has no rows: its gradient is that of the others."""
@@ -110,7 +135,7 @@ def build(opening: Opening) -> NeuralNet:
     """
     net = cloudpickle.loads(opening.net)
     net.__class__ = type("Replica", (_Synchronised, type(net)), {})
-    net.sync_, net.rounds_, net.weighted_ = Alone(net), 0, False
+    net.sync_, net.rounds_, net.weighted_, net.counts_ = Alone(net), 0, False, True
     net.weight_, net.step_weight_, net.loss_, net.last_loss_ = 0.0, 0.0, None, float("nan")
     with _random.LOCK, _random.seeded(0):
         net.initialize()

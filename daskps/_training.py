@@ -91,8 +91,10 @@ class Training:
             self._settled = False
             self._train(epoch)
             self._settled = True
-            self.net.notify("on_epoch_end", **datasets)
-            self._report.epoch_seconds.append(perf_counter() - begun)
+            try:
+                self.net.notify("on_epoch_end", **datasets)
+            finally:  # EarlyStopping leaves by KeyboardInterrupt
+                self._note_seconds(perf_counter() - begun)
 
     def end(self) -> None:
         """Let the callbacks on the ranks end their training, and take them back.
@@ -155,6 +157,11 @@ class Training:
     def _load(self, results: Sequence[Result]) -> None:
         _state.load(self.net, results[0].state)
         self._held = Snapshot(self.net) if all(r.uniform for r in results) else None
+
+    def _note_seconds(self, seconds: float) -> None:
+        if not self._report.epoch_seconds:  # its first part was start-up, and counts as that
+            seconds -= self._report.startup_seconds["replicas"]
+        self._report.epoch_seconds.append(seconds)
 
     def _note(self, results: Sequence[Result]) -> None:
         if not self._report.ranks:

@@ -280,7 +280,7 @@ class _Epoch:
             batch = next(self.batches) if size else None
             self.net.history.new_batch()
             self._hook("on_batch_begin", batch=batch, training=True)
-            outcome = self._train(batch) if size else {"loss": self.net.idle_step(), "y_pred": None}
+            outcome = self._train(batch) if size else {"loss": self._idle(), "y_pred": None}
             self.losses[step], self.weights[step] = _item(outcome["loss"]), self.net.step_weight_
             self.net.history.record_batch("train_loss", self.losses[step].item())
             self.net.history.record_batch("train_batch_size", int(size))
@@ -289,6 +289,18 @@ class _Epoch:
                 self.predictions[step] = _detached(outcome["y_pred"])
         self.seat.sync.stepped(step)
         self.reporter.stepped(step + 1)
+
+    def _idle(self) -> float:
+        """A step in which this rank has no rows."""
+        if not self.net.steps_its_own_way_:
+            return self.net.idle_step()
+        if not len(self.shard.y):
+            raise DaskpsError(
+                f"{_replica.owner(self.net).__name__} has its own train_step, which every rank needs rows"
+                " for, and there are not enough: use fewer workers."
+            )
+        rows = np.arange(min(2, len(self.shard.y)))
+        return self.net.shadow_step(next(iter(train_batches(self.net, self.shard, [rows]))))
 
     def _train(self, batch: Any) -> dict:
         rounds = self.net.rounds_

@@ -37,7 +37,7 @@ class DistributedCNNClassifier(ClassifierMixin, BaseEstimator):
     Parameters
     ----------
     net : skorch.NeuralNetClassifier, optional
-        The net to train; it is never changed. Its parameters are nested ones of the estimator:
+        The net to train; `fit` never changes it. Its parameters are nested ones of the estimator:
         ``net__lr``, ``net__module__width``. Without one, a convolutional net is made to fit the data.
     sync_every : {'batch', 'epoch'} or int, default='batch'
         When workers meet. 'batch': at every step, on the combined gradient of a batch that they
@@ -214,6 +214,7 @@ class DistributedCNNClassifier(ClassifierMixin, BaseEstimator):
             job = prepare(start, data, every)
             clock.lap("checks")
             client = client or stack.enter_context(client_for(self.client))
+            clock.lap("cluster")
             stack.enter_context(claimed(_hooks.files(job.net)))
             self._train(client, job, data, clock)
 
@@ -259,7 +260,7 @@ class DistributedCNNClassifier(ClassifierMixin, BaseEstimator):
 
     def __copy__(self) -> DistributedCNNClassifier:
         new = type(self).__new__(type(self))
-        vars(new).update(vars(self))
+        new.__dict__.update(self.__dict__)
         return new
 
     def __deepcopy__(self, memo: dict) -> DistributedCNNClassifier:
