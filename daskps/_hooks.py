@@ -119,6 +119,12 @@ def runs_on_ranks(callback: Any) -> bool:
     return own is not None and own is not Callback.on_grad_computed
 
 
+def may_draw(callbacks: NamedCallbacks) -> bool:
+    """Whether random numbers may be drawn in a hook: skorch's own callbacks on ranks draw none."""
+    inner = [getattr(c, "callback", c) if isinstance(c, OnRanks) else c for _, c in callbacks]
+    return not all(type(callback).__module__.startswith("skorch.") for callback in inner)
+
+
 def rank_side(net: NeuralNet) -> NamedCallbacks:
     """The initialised callbacks of a net that run on the ranks."""
     return [(name, callback) for name, callback in net.callbacks_ if runs_on_ranks(callback)]
@@ -203,6 +209,15 @@ def check(net: NeuralNet, every: int | None) -> None:
             )
 
 
+def scores_without_cache(net: NeuralNet) -> list[str]:
+    """The names of callbacks whose scores make the client predict."""
+    return [
+        name
+        for name, callback in net.callbacks_
+        if isinstance(callback, (BatchScoring, EpochScoring)) and not _caches(net, callback)
+    ]
+
+
 def check_caching(net: NeuralNet) -> None:
     """Refuse scores that would need the rows of a dask array on the client.
 
@@ -211,12 +226,11 @@ def check_caching(net: NeuralNet) -> None:
     ValueError
         If a callback scores without the cached predictions.
     """
-    for name, callback in net.callbacks_:
-        if isinstance(callback, (BatchScoring, EpochScoring)) and not _caches(net, callback):
-            raise ValueError(
-                f"The callback {name!r} scores with use_caching=False: that needs the rows on the client,"
-                " and X is a dask array, whose rows stay on the workers. Set use_caching=True."
-            )
+    for name in scores_without_cache(net):
+        raise ValueError(
+            f"The callback {name!r} scores with use_caching=False: that needs the rows on the client,"
+            " and X is a dask array, whose rows stay on the workers. Set use_caching=True."
+        )
 
 
 def check_monitors(net: NeuralNet) -> None:

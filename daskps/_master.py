@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from sklearn.base import clone
-from skorch import NeuralNet, NeuralNetBinaryClassifier, NeuralNetClassifier
+from skorch import NeuralNetBinaryClassifier, NeuralNetClassifier
 from skorch.callbacks import Callback, LoadInitState
 
 from daskps import _hooks, _loading, _losses, _random
@@ -234,11 +234,14 @@ def _check_cloneable(callback: Any) -> None:
 
 
 def _refuse_own_loops(net: NeuralNetClassifier) -> None:
-    for method in ("fit_loop", "run_single_epoch"):
-        if getattr(type(net), method) is not getattr(NeuralNet, method):
+    for method in ("fit", "partial_fit", "fit_loop", "run_single_epoch", "get_iterator"):
+        if not getattr(type(net), method).__module__.startswith("skorch."):
+            instead = "override train_step, validation_step or the hooks"
+            if method == "get_iterator":
+                instead = "set iterator_train and iterator_valid"
             raise TypeError(
                 f"{type(net).__name__} overrides {method}, which daskps replaces by an epoch on the"
-                " cluster: override train_step, validation_step or the hooks instead."
+                f" cluster: {instead} instead."
             )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from skorch import NeuralNetClassifier
+from skorch import NeuralNetBinaryClassifier, NeuralNetClassifier
 
 from daskps._casting import InputCast
 from daskps._freezing import freeze, thaw
@@ -48,10 +48,20 @@ def lazy_probabilities(net: NeuralNetClassifier, n_classes: int, X: Any) -> Any:
     )
 
 
-def lazy_labels(probabilities: Any, classes: np.ndarray) -> Any:
-    """The most probable label of every row of a dask array."""
-    label_block = Late(__name__, "_label_block")
-    return probabilities.map_blocks(label_block, classes, drop_axis=[1], meta=np.empty(0, classes.dtype))
+def lazy_labels(net: NeuralNetClassifier, probabilities: Any, classes: np.ndarray) -> Any:
+    """The same as `labels`, of a dask array."""
+    return probabilities.map_blocks(
+        Late(__name__, "_label_block"),
+        classes,
+        _threshold(net),
+        drop_axis=[1],
+        meta=np.empty(0, classes.dtype),
+    )
+
+
+def labels(net: NeuralNetClassifier, probabilities: np.ndarray, classes: np.ndarray) -> np.ndarray:
+    """The most probable label of every row; of two classes the one that the net's threshold decides on."""
+    return _label_block(probabilities, classes, _threshold(net))
 
 
 class Predictor:
@@ -80,8 +90,14 @@ def _predict_block(X: np.ndarray, predictor: Predictor) -> np.ndarray:
     return predictor(np.asarray(X))
 
 
-def _label_block(probabilities: np.ndarray, classes: np.ndarray) -> np.ndarray:
-    return classes[probabilities.argmax(axis=1)]
+def _threshold(net: NeuralNetClassifier) -> float | None:
+    return net.threshold if isinstance(net, NeuralNetBinaryClassifier) else None
+
+
+def _label_block(probabilities: np.ndarray, classes: np.ndarray, threshold: float | None) -> np.ndarray:
+    if threshold is None:
+        return classes[probabilities.argmax(axis=1)]
+    return classes[(probabilities[:, 1] > threshold).astype(int)]
 
 
 def _numpy_dtype(net: NeuralNetClassifier) -> np.dtype:

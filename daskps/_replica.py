@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import cloudpickle
@@ -43,6 +44,9 @@ class _Synchronised:
     weight_: float
     loss_: torch.Tensor | None
     counts_: bool
+    callbacks_: list
+    common_: _random.Stream | None
+    draws_: bool
 
     def infer(self, x: Any, **fit_params: Any) -> Any:
         return super().infer(self.cast_.tensor(x), **fit_params)  # type: ignore[misc]
@@ -79,6 +83,20 @@ class _Synchronised:
     def on_grad_computed(self, net: Any, named_parameters: Any, **kwargs: Any) -> None:
         self.meet(kwargs.get("batch"))
         super().on_grad_computed(net, named_parameters, **kwargs)  # type: ignore[misc]
+
+    def notify(self, method_name: str, **kwargs: Any) -> None:
+        getattr(self, method_name)(self, **kwargs)
+        self.call_hooks(method_name, **kwargs)
+
+    def call_hooks(self, name: str, **kwargs: Any) -> None:
+        """Call a hook of the callbacks, which draw the same random numbers on every rank.
+
+        Not so for a validation batch, which only one rank has.
+        """
+        common = self.common_ if kwargs.get("training") is not False else None
+        with nullcontext() if common is None else common.drawn():
+            for _, callback in self.callbacks_:
+                getattr(callback, name)(self, **kwargs)
 
     def meet(self, batch: Any = None) -> None:
         """Push this rank's gradients and take the combined ones."""
@@ -119,7 +137,7 @@ class _Synchronised:
             self._zero_grad_optimizer()  # type: ignore[attr-defined]
             # Not only the meeting: what clips the combined gradient must clip it here too.
             named = TeeGenerator(self.get_all_learnable_params())  # type: ignore[attr-defined]
-            self.notify("on_grad_computed", named_parameters=named, training=True)  # type: ignore[attr-defined]
+            self.notify("on_grad_computed", named_parameters=named, training=True)
             losses.append(self.last_loss_)
             return self.last_loss_
 
@@ -137,12 +155,14 @@ def build(opening: Opening) -> NeuralNet:
     net.__class__ = type("Replica", (_Synchronised, type(net)), {})
     net.sync_, net.rounds_, net.weighted_, net.counts_ = Alone(net), 0, False, True
     net.weight_, net.step_weight_, net.loss_, net.last_loss_ = 0.0, 0.0, None, float("nan")
+    net.draws_, net.common_ = False, None
     with _random.LOCK, _random.seeded(0):
         net.initialize()
     net.cast_ = InputCast.of(net.module_)
     _state.load(net, opening.state)
     if opening.callbacks:
         net.callbacks_ = _state.load_callbacks(net, opening.callbacks)
+        net.draws_ = _hooks.may_draw(net.callbacks_)
         net.history_ = cloudpickle.loads(opening.history)
     return net
 

@@ -11,6 +11,7 @@ import pickle
 from typing import Any
 
 import cloudpickle
+import numpy as np
 import torch
 from skorch import NeuralNet
 
@@ -32,6 +33,13 @@ def load(net: NeuralNet, state: bytes) -> None:
         module.load_state_dict(values["modules"][name])
     for name, held in values["optimizers"].items():
         getattr(net, name + "_").load_state_dict(held)
+
+
+def norms(net: NeuralNet) -> np.ndarray:
+    """The norms of all floating parameters and buffers."""
+    values = [value for _, module in _modules(net) for value in module.state_dict().values()]
+    floating = [value.detach() for value in values if value.is_floating_point()]
+    return np.array([torch.linalg.vector_norm(value, dtype=torch.float64).item() for value in floating])
 
 
 def dump_settings(net: NeuralNet) -> bytes:

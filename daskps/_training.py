@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 from skorch import NeuralNet
 
 from daskps import _hooks, _loading, _random, _replica, _state
@@ -17,6 +18,7 @@ from daskps._partitions import Cut
 from daskps._sources import Source
 from daskps._spec import Order
 from daskps._worker import Result
+from daskps.exceptions import DaskpsError
 from daskps.report import FitReport, RankEpoch
 
 
@@ -156,7 +158,10 @@ class Training:
 
     def _load(self, results: Sequence[Result]) -> None:
         _state.load(self.net, results[0].state)
-        self._held = Snapshot(self.net) if all(r.uniform for r in results) else None
+        uniform = all(result.uniform for result in results)
+        if uniform:
+            _refuse_drift(results)
+        self._held = Snapshot(self.net) if uniform else None
 
     def _note_seconds(self, seconds: float) -> None:
         if not self._report.epoch_seconds:  # its first part was start-up, and counts as that
@@ -184,6 +189,17 @@ def fit(training: Training, X: Any, y: Any) -> None:
         training.end()
         net.notify("on_train_end", X=X, y=y)
     training.take_callbacks_back()
+
+
+def _refuse_drift(results: Sequence[Result]) -> None:
+    """Ranks that saw the same gradients hold the same values, unless user code makes them differ."""
+    first = results[0].norms
+    if not all(np.allclose(r.norms, first, rtol=1e-4, atol=1e-8, equal_nan=True) for r in results):
+        raise DaskpsError(
+            "The ranks' parameters have drifted apart. Something on them changes parameters by more than"
+            " the gradient that they share: a train_step that draws random numbers or makes a step before"
+            " it notifies 'on_grad_computed', or a callback that looks at the rank's own rows."
+        )
 
 
 def _entry(epoch: int, rank: int, result: Result) -> RankEpoch:

@@ -60,6 +60,8 @@ class Result:
     records: Records | None
     """What callbacks on rank 0 left behind."""
     predictions: bytes
+    norms: np.ndarray
+    """Of all values, to see whether ranks that should hold the same do."""
 
 
 class StateNeeded:
@@ -255,10 +257,12 @@ class _Epoch:
             state=_state.dump(self.net) if first else b"",
             records=self._records() if first else None,
             predictions=_state.to_bytes(self.predictions) if self.order.predictions else b"",
+            norms=_state.norms(self.net),
         )
 
     def _begin(self) -> None:
         order, net = self.order, self.net
+        net.common_ = _random.Stream(_random.stream(order.seed, order.epoch)) if net.draws_ else None
         if not net.callbacks_:
             net.initialize_history()
         elif order.first:
@@ -327,8 +331,7 @@ class _Epoch:
 
     def _hook(self, name: str, **kwargs: Any) -> None:
         """Call a hook of the callbacks that run on ranks."""
-        for _, callback in self.net.callbacks_:
-            getattr(callback, name)(self.net, **kwargs)
+        self.net.call_hooks(name, **kwargs)
 
     def _records(self) -> Records | None:
         if not self.net.callbacks_:

@@ -129,7 +129,7 @@ class DistributedCNNClassifier(ClassifierMixin, BaseEstimator):
         goes_on = bool(getattr(self.net, "warm_start", False))
         earlier = getattr(self, "net_", self.net) if goes_on else self.net
         initialised = bool(getattr(earlier, "initialized_", False))
-        self._fit(Start(earlier, goes_on and initialised, self._seed()), X, y, None, sample_weight)
+        self._fit(self._start(earlier, goes_on and initialised), X, y, None, sample_weight)
         return self
 
     def partial_fit(
@@ -161,7 +161,7 @@ class DistributedCNNClassifier(ClassifierMixin, BaseEstimator):
             raise ValueError(f"classes={classes!r} is not the same as at the first call: {known!r}.")
         earlier = getattr(self, "net_", self.net)
         initialised = bool(getattr(earlier, "initialized_", False))
-        start = Start(earlier, initialised, self._seed())
+        start = self._start(earlier, initialised)
         self._fit(start, X, y, classes if known is None else known, sample_weight)
         return self
 
@@ -180,8 +180,8 @@ class DistributedCNNClassifier(ClassifierMixin, BaseEstimator):
         """
         probabilities = self.predict_proba(X)
         if _inputs.is_dask(probabilities):
-            return _prediction.lazy_labels(probabilities, self.classes_)
-        return self.classes_[probabilities.argmax(axis=1)]
+            return _prediction.lazy_labels(self.net_, probabilities, self.classes_)
+        return _prediction.labels(self.net_, probabilities, self.classes_)
 
     def predict_proba(self, X: Any) -> Any:
         """The probability of every label, whatever the net's criterion.
@@ -230,6 +230,11 @@ class DistributedCNNClassifier(ClassifierMixin, BaseEstimator):
             fit(training, data.X, data.y)
         self.classes_ = data.classes
         self.net_, self.history_, self.report_ = job.net, job.net.history, report
+        self.__dict__.pop("_changes", None)
+
+    def _start(self, net: Any, goes_on: bool) -> Start:
+        """From a net, or from its state with what `set_params` has changed since."""
+        return Start(net, goes_on, self._seed(), getattr(self, "_changes", {}))
 
     def _seed(self) -> int | None:
         if self.random_state is None:
@@ -246,6 +251,9 @@ class DistributedCNNClassifier(ClassifierMixin, BaseEstimator):
         """
         names = [name.removeprefix("net__") for name in params if name.startswith("net__")]
         _master.check_names(params.get("net", self.net), names)
+        if hasattr(self, "net_"):
+            changes = {name: params[f"net__{name}"] for name in names}
+            self._changes = {**getattr(self, "_changes", {}), **changes}
         return super().set_params(**params)
 
     # A client cannot be copied or pickled, and none of this needs it to be.

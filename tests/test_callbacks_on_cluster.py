@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from nets import read
-from reference import distance, fit_daskps, fit_plain
+from reference import distance, fit_daskps, fit_plain, identical
 from sklearn.base import clone
 from sklearn.metrics import accuracy_score, f1_score, make_scorer
 from sklearn.model_selection import GridSearchCV
@@ -48,6 +48,7 @@ from skorch_parity import (
     Begun,
     ClampWeights,
     CountsAllBatches,
+    GradientNoise,
     GradientNorm,
     LoggedCheckpoint,
     LowerRate,
@@ -581,6 +582,46 @@ def test_gradients_are_seen_on_the_ranks(client):
     assert len(by_batch(ours, "norm")) == 3 * N_STEPS
     ours, plain = (dict(side.callbacks_)["norm"] for side in (ours.net_, plain))
     assert vars(ours) == vars(plain)
+
+
+def test_random_numbers_of_a_callback_on_the_ranks_are_the_same_on_all(client):
+    """Or their parameters would drift apart."""
+    one, other = (
+        fit_daskps(client, net(callbacks=[("noise", noise)]), *data(), n_workers=2, random_state=0)
+        for noise in (GradientNoise(), on_ranks(GradientNoise()))
+    )
+    assert identical(one, other)
+    assert distance(one, fit_daskps(client, net(), *data(), n_workers=2, random_state=0)) > 1e-3
+
+
+def test_parameters_set_when_the_training_begins(client):
+    """Before the data is split and cut."""
+
+    class Sets(Callback):
+        def on_train_begin(self, net, X=None, **kwargs):
+            net.set_params(batch_size=16, max_epochs=2, module__input_dim=X.shape[1])
+
+    X, y = data()
+    compare(client, net(Tiny, callbacks=[("sets", Sets())]), X.reshape(len(X), 64), y)
+
+
+@pytest.mark.parametrize("max_epochs", [0, 1])
+def test_callbacks_on_the_ranks_when_hardly_anything_is_trained(client, max_epochs):
+    compare(client, net(callbacks=[("norm", GradientNorm())], max_epochs=max_epochs))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"callbacks": "disable"},
+        {"callbacks": [("stop", EarlyStopping), ("norm", GradientNorm)]},
+        {"callbacks__print_log": None, "callbacks__valid_acc": None},
+        {"callbacks": [("mine", EpochScoring("accuracy"))], "callbacks__mine__name": "other"},
+    ],
+    ids=["disabled", "classes", "without some", "by name"],
+)
+def test_callbacks_given_in_every_way(client, options):
+    compare(client, net(**options))
 
 
 def test_validation_batches_of_a_callback_on_the_ranks(client):

@@ -189,7 +189,7 @@ def test_attributes_after_fit(client):
     assert estimator.history_ is estimator.net_.history
     assert isinstance(estimator.report_, FitReport)
     assert len(estimator.report_.ranks) == 2 * 3
-    assert estimator.report_.startup_seconds.keys() == {"checks", "lease", "scatter", "replicas"}
+    assert estimator.report_.startup_seconds.keys() >= {"checks", "lease", "scatter", "replicas"}
     assert str(estimator.report_).count("\n") >= 6
 
 

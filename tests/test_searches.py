@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import joblib
 import numpy as np
@@ -94,13 +94,13 @@ class TestOneAfterTheOther:
             {"net__max_epochs": [1, 2], "net__batch_size": [16, -1]},
             {"net__module__dropout": [0.0, 0.5]},
             {"net__criterion": [nn.CrossEntropyLoss], "net__criterion__label_smoothing": [0.0, 0.3]},
-            {"net__optimizer": [torch.optim.SGD, torch.optim.Adam]},
+            {"net__optimizer": [torch.optim.SGD, torch.optim.RMSprop]},
             {"net__optimizer__momentum": [0.0, 0.9]},
             {"net__iterator_train__shuffle": [True, False]},
             {"net__callbacks__rate__gamma": [0.1, 1.0]},
             {"net__callbacks__rate": [None, LRScheduler("StepLR", step_size=1, gamma=0.5)]},
             {"net__callbacks": [None, [EarlyStopping("train_loss", patience=1, threshold=1.0)]]},
-            {"sync_every": ["batch", "epoch", 2]},
+            {"sync_every": ["batch", "epoch", 1], "net__batch_size": [8]},
             {"n_workers": [1, 2]},
             {"class_weight": [None, {3: 5.0}]},
             {"random_state": [0, 1]},
@@ -191,19 +191,49 @@ class TestSideBySide:
         for future in futures:
             np.testing.assert_array_equal(future.result(timeout=60), in_sequence)
 
-    def test_every_fit_draws_its_own_numbers(self, client):
-        """Threads that seed torch at once got each other's initial weights."""
-        alone = est(client, 1, max_epochs=1).fit(X, Y)
-        fits = [est(client, 1, max_epochs=1) for _ in range(12)]
-        start = threading.Barrier(4)
+    def test_fits_in_tasks_draw_their_own_numbers(self, client):
+        """A fit makes its weights in a process where another one's rank drops values out."""
+        estimator = est(None, 1, batch_size=8)
+        alone = clone(estimator).set_params(client=client).fit(X, Y)
+        futures = [client.submit(fitted_in_task, estimator, pure=False) for _ in range(24)]
+        assert [identical(future.result(timeout=60), alone) for future in futures] == [True] * 24
 
-        def run(number):
-            start.wait(timeout=30)
-            for fit in fits[number::4]:
-                fit.fit(X, Y)
+    def test_fits_on_threads_draw_their_own_numbers(self, client):
+        estimator = est(client, 1)
+        alone = clone(estimator).fit(X, Y)
+        fits = joblib.Parallel(4, backend="threading")(
+            joblib.delayed(fitted_in_task)(clone(estimator)) for _ in range(12)
+        )
+        assert [identical(fit, alone) for fit in fits] == [True] * 12
 
-        joblib.Parallel(4, backend="threading")(joblib.delayed(run)(number) for number in range(4))
-        assert all(identical(fit, alone) for fit in fits)
+    def test_predictions_on_a_thread_do_not_change_the_weights_of_another_fit(self, client, monkeypatch):
+        """A loader draws a number of the generator that all threads share."""
+        estimator = est(client, 1, lr=0.0).set_params(net__module=Interrupted)
+        alone = clone(estimator).fit(X, Y)
+        with ThreadPoolExecutor(1) as pool:
+            monkeypatch.setattr(
+                Interrupted,
+                "interrupt",
+                staticmethod(lambda: pool.submit(alone.predict, X).result(timeout=30)),
+            )
+            again = clone(estimator).fit(X, Y)
+        assert identical(again, alone)
+
+
+class Interrupted(CNN3):
+    """Something else happens while the weights are made, in this process only."""
+
+    interrupt = staticmethod(lambda: None)
+
+    def __init__(self, n=10, dropout=0.0):
+        super().__init__(n, dropout=dropout)
+        self.interrupt()
+        self.layers[-1].reset_parameters()
+
+
+def fitted_in_task(estimator):
+    estimator.fit(X, Y)
+    return estimator.set_params(client=None)
 
 
 def scores_in_task(estimator):
@@ -323,7 +353,9 @@ class TestFolds:
     def test_that_the_user_keeps_are_forgotten_too(self, client):
         splits = list(FOLDS.split(X))
         grid_search(exact_est(client), cv=splits)
-        assert not _folds._kept
+        n_kept = len(_folds._kept)
+        del splits
+        assert n_kept == 0
 
     def test_that_a_step_before_changes_are_sent_anew(self, client):
         pipe = make_pipeline(FunctionTransformer(scaled, kw_args={"by": 1}), exact_est(client))
