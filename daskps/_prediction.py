@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from skorch import NeuralNetBinaryClassifier, NeuralNetClassifier
+from torch.utils.data import DataLoader
 
 from daskps._casting import InputCast
 from daskps._freezing import freeze, thaw
@@ -17,7 +18,7 @@ from daskps._late import Late
 
 def probabilities(net: NeuralNetClassifier, n_classes: int, X: Any) -> np.ndarray:
     """(n_samples, n_classes) probabilities, whatever the net's criterion."""
-    result = net.predict_proba(InputCast.of(net.module_).array(X))
+    result = _quiet(net).predict_proba(InputCast.of(net.module_).array(X))
     if not np.allclose(result.sum(axis=1), 1, atol=0.01):
         warnings.warn(
             f"Rows of predict_proba do not sum to 1: with predict_nonlinearity={net.predict_nonlinearity!r}"
@@ -29,6 +30,15 @@ def probabilities(net: NeuralNetClassifier, n_classes: int, X: Any) -> np.ndarra
         result = result[:, :n_classes]
         result = result / result.sum(axis=1, keepdims=True)
     return result
+
+
+def _quiet(net: NeuralNetClassifier) -> NeuralNetClassifier:
+    """The same net, whose loader leaves torch's generator alone: another thread may have seeded it."""
+    quiet = object.__new__(type(net))
+    vars(quiet).update(vars(net))
+    if net.iterator_valid is DataLoader:
+        vars(quiet).setdefault("iterator_valid__generator", torch.Generator())
+    return quiet
 
 
 def lazy_probabilities(net: NeuralNetClassifier, n_classes: int, X: Any) -> Any:

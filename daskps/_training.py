@@ -94,7 +94,8 @@ class Training:
             self._train(epoch)
             self._settled = True
             try:
-                self.net.notify("on_epoch_end", **datasets)
+                with _random.LOCK:  # a score draws a number too, and another thread may have seeded
+                    self.net.notify("on_epoch_end", **datasets)
             finally:  # EarlyStopping leaves by KeyboardInterrupt
                 self._note_seconds(perf_counter() - begun)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import joblib
@@ -31,7 +32,7 @@ from sklearn.preprocessing import FunctionTransformer
 from skorch.callbacks import EarlyStopping, LRScheduler
 from torch import nn
 
-from daskps import DistributedCNNClassifier, _folds
+from daskps import DistributedCNNClassifier, _folds, _random
 
 X, Y = digits(90)
 FOLDS = KFold(2)
@@ -191,12 +192,12 @@ class TestSideBySide:
         for future in futures:
             np.testing.assert_array_equal(future.result(timeout=60), in_sequence)
 
-    def test_fits_in_tasks_draw_their_own_numbers(self, client):
-        """A fit makes its weights in a process where another one's rank drops values out."""
-        estimator = est(None, 1, batch_size=8)
-        alone = clone(estimator).set_params(client=client).fit(X, Y)
-        futures = [client.submit(fitted_in_task, estimator, pure=False) for _ in range(24)]
-        assert [identical(future.result(timeout=60), alone) for future in futures] == [True] * 24
+    def test_a_rank_draws_its_own_numbers(self, client):
+        """Whatever another fit seeds in the same process, as fits in tasks do."""
+        estimator = est(client, 1).set_params(net__module=Accompanied)
+        alone = clone(estimator).fit(X, Y)
+        accompanied = clone(estimator).set_params(net__module__by_a_thread=True).fit(X, Y)
+        assert identical(accompanied, alone)
 
     def test_fits_on_threads_draw_their_own_numbers(self, client):
         estimator = est(client, 1)
@@ -229,6 +230,30 @@ class Interrupted(CNN3):
         super().__init__(n, dropout=dropout)
         self.interrupt()
         self.layers[-1].reset_parameters()
+
+
+class Accompanied(CNN3):
+    """While the rank computes, a thread makes weights in its process."""
+
+    def __init__(self, n=10, dropout=0.0, by_a_thread=False):
+        super().__init__(n, dropout=dropout)
+        self.by_a_thread = by_a_thread
+
+    def forward(self, X):
+        if not (self.training and self.by_a_thread):
+            return super().forward(X)
+        begun, may_end = threading.Event(), threading.Event()
+        threading.Thread(target=seed_for_a_while, args=(begun, may_end), daemon=True).start()
+        begun.wait(timeout=0.1)  # in vain where threads take turns
+        logits = super().forward(X)
+        may_end.set()
+        return logits
+
+
+def seed_for_a_while(begun, may_end):
+    with _random.LOCK, _random.seeded(7):
+        begun.set()
+        may_end.wait(timeout=30)
 
 
 def fitted_in_task(estimator):
