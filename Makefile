@@ -4,17 +4,19 @@
 #   make demo   [DEMO_ARGS='--data fashion-mnist --epochs 3']
 #   make test   [PYTEST_ARGS='tests/test_server.py -x']
 #   make lint | docs | format | clean
+#   make bench-peers   [PEERS_ARGS='--batches 32 --json peers.json']
 
 PYTHON ?= python3
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
+PEERS_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format docs venv clean
+.PHONY: help demo test lint format docs bench-peers venv clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -50,6 +52,10 @@ format: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/sphinx-build -q -n -W --keep-going -b html docs docs/_build/html
 	@echo "docs/_build/html/index.html"
+
+# Half an hour on two cores, with nothing else running.
+bench-peers: $(STAMP)
+	$(BIN)/python asv_bench/peers.py $(PEERS_ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info docs/_build .pytest_cache .mypy_cache .ruff_cache

@@ -109,7 +109,7 @@ def pair(batch_size: int, n_rows: int, how: str) -> float:
     return n_rows / seconds
 
 
-def one_of_two(rank: int, how: str, batch_size: int, n_rows: int, barrier, results, folder) -> None:  # type: ignore[no-untyped-def]  # noqa: PLR0913
+def one_of_two(rank: int, how: str, batch_size: int, n_rows: int, barrier, results, folder) -> None:  # type: ignore[no-untyped-def]
     """One process of a pair."""
     import torch
 

@@ -18,7 +18,7 @@ from daskps import _state
 from daskps._partitions import Cut, step_rows
 from daskps._sources import Source
 from daskps._spec import Order
-from daskps._worker import Records, Result
+from daskps._worker import RECORDED, Records, Result
 from daskps.exceptions import DaskpsError
 
 
@@ -53,6 +53,7 @@ class EpochReplay:
         self._cut = cut
         self._epoch = order.epoch
         self._before = Snapshot(net)
+        self._settings = _settings(net)
         self._wait_for_predictions = order.predictions
         self._predictions: list[list] = []
         self._rows = step_rows(cut.training, order.seed, order.epoch, order.shuffle)
@@ -84,7 +85,7 @@ class EpochReplay:
         self._net.history.record("train_batch_count", self._next)
         if results[0].records is not None:
             self._take_records(results[0].records)
-        if not self._before.holds(self._net):
+        if not self._before.holds(self._net) or _settings(self._net) != self._settings:
             raise DaskpsError(
                 "A callback changed the net's parameters or optimizer in on_batch_begin or"
                 " on_batch_end. These hooks run on the client while the ranks train, so the change"
@@ -96,7 +97,10 @@ class EpochReplay:
         """Replay the validation batches, with the net in the state that the epoch ended with."""
         steps = [iter(_state.from_bytes(result.validation)) for result in results]
         for rank, rows in self._cut.validation:
-            self._batch(rows, next(steps[rank]), training=False)
+            step = next(steps[rank])
+            recorded = step.pop(RECORDED, {})
+            self._batch(rows, step, training=False)
+            self._net.history[-1]["batches"][-1].update(recorded)
         if self._source.dataset_valid is not None:
             self._net.history.record("valid_batch_count", len(self._cut.validation))
 
@@ -157,6 +161,13 @@ def forget_epoch(net: NeuralNet) -> None:
     """Take back the history row of an epoch that did not end."""
     if len(net.history) and "train_batch_count" not in net.history[-1]:
         del net.history[-1]
+
+
+def _settings(net: NeuralNet) -> list:
+    """Learning rates and the like, and which parameters learn."""
+    groups = [group for name in net._optimizers for group in getattr(net, name + "_").param_groups]
+    learns = [parameter.requires_grad for _, parameter in net.get_all_learnable_params()]
+    return [{k: v for k, v in group.items() if k != "params"} for group in groups] + learns
 
 
 def _values(net: NeuralNet) -> list[torch.Tensor]:

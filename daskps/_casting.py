@@ -59,7 +59,8 @@ class InputCast:
             dtype = np.dtype(_IN_NUMPY.get(self.dtype, np.float32))
         elif kind == "u" and values.itemsize > 1:  # torch has few operations for it
             dtype = np.dtype(np.int64)
-        return np.ascontiguousarray(values, dtype)
+        # Torch warns of arrays that may not be written.
+        return np.require(values, dtype, ["C", "W"])
 
     def shrunk(self, values: Any) -> Any:
         """The converted array if that is smaller, and the input itself else: it has to travel."""

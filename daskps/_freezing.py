@@ -12,7 +12,7 @@ import cloudpickle
 from sklearn.base import clone
 from skorch import NeuralNet
 
-from daskps import _random, _state
+from daskps import _hooks, _random, _state
 
 
 def freeze(net: NeuralNet) -> bytes:
@@ -21,10 +21,13 @@ def freeze(net: NeuralNet) -> bytes:
     Its parameters, and for an initialised one its weights, optimizers, history and callbacks.
     Modules of a script are written by value.
     """
-    frozen = {"bare": clone(net)}
-    if getattr(net, "initialized_", False):
+    if not getattr(net, "initialized_", False):
+        frozen = {"bare": clone(net)}
+    else:
+        frozen = {"bare": _hooks.without_callbacks(net)}
         frozen["state"] = _state.dump(net)
-        frozen["callbacks"] = _state.dump_callbacks(net, net.callbacks_)
+        frozen["settings"] = _state.dump_settings(net)
+        frozen["callbacks"] = _state.dump_callbacks(net, [*net.callbacks_, ("callbacks", net.callbacks)])
         frozen["history"] = net.history
         frozen["classes"] = getattr(net, "classes_inferred_", None)
     return cloudpickle.dumps(frozen)
@@ -38,7 +41,8 @@ def thaw(data: bytes) -> NeuralNet:
         with _random.LOCK, _random.seeded(0):
             net.initialize()
         _state.load(net, frozen["state"])
-        net.callbacks_ = _state.load_callbacks(net, frozen["callbacks"])
+        _state.load_settings(net, frozen["settings"])
+        *net.callbacks_, (_, net.callbacks) = _state.load_callbacks(net, frozen["callbacks"])
         net.history_ = frozen["history"]
         if frozen["classes"] is not None:
             net.classes_inferred_ = frozen["classes"]

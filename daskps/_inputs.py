@@ -131,8 +131,9 @@ def _check_part(name: Any, part: Any) -> np.ndarray:
 
 
 def _plain(X: np.ndarray) -> np.ndarray:
-    """The rows in native byte order and without negative strides: torch takes nothing else."""
-    X = X.astype(X.dtype.newbyteorder("="), copy=False)
+    """The rows as torch takes them: in native byte order, at most doubles, no negative strides."""
+    too_long = X.dtype.kind == "f" and X.dtype.itemsize > 8
+    X = X.astype(np.float64 if too_long else X.dtype.newbyteorder("="), copy=False)
     return X.copy() if min(X.strides) < 0 else X
 
 

@@ -31,6 +31,7 @@ from daskps.exceptions import (
     DaskpsError,
     InstallationError,
     RunAbortedError,
+    StoppedError,
     WorkerLostError,
 )
 
@@ -38,6 +39,12 @@ logger = logging.getLogger("daskps")
 
 # Above the tasks of everybody else: a rank that waits for a thread makes all others wait.
 PRIORITY = 100
+
+# What the dashboard calls the tasks.
+_NAMES: dict[Callable, str] = {run_epoch: "epoch", end_training: "end"}
+
+# How often to look whether the client still has its scheduler, while nothing happens.
+_LOOK_SECONDS = 2.0
 
 Progress = Callable[[dict], None]
 
@@ -137,7 +144,7 @@ class Run:
                 workers=[self.addresses[rank]],
                 priority=priority,
                 pure=False,
-                key=f"daskps-{task.__name__}-{self.run_id}-{order.epoch}-{rank}",
+                key=f"daskps-{_NAMES[task]}-{self.run_id}-{order.epoch}-{rank}",
             )
         future.add_done_callback(lambda _: self._events.put({"done": rank}))
         return future
@@ -145,7 +152,7 @@ class Run:
     def _collect(self, futures: list[Future], on_steps: Progress) -> list:
         waiting = set(range(len(futures)))
         while waiting:
-            event = self._events.get()
+            event = self._next_event()
             if "lost" in event:
                 raise WorkerLostError(event["lost"])
             if "done" not in event:
@@ -158,6 +165,16 @@ class Run:
         if any(isinstance(result, StateNeeded) for result in results):
             raise DaskpsError(f"a rank of run {self.run_id} lost its replica between two epochs")
         return results
+
+    def _next_event(self) -> dict:
+        while True:
+            try:
+                return self._events.get(timeout=_LOOK_SECONDS)
+            except queue.Empty:
+                if self.client.status != "running":
+                    raise RunAbortedError(
+                        f"the client lost its scheduler, it is {self.client.status!r} now"
+                    ) from None
 
     def _raise_cause(self, futures: list[Future], first: int) -> None:
         """Raise what went wrong, rather than what followed from it on other ranks."""
@@ -176,6 +193,8 @@ class Run:
                 break
         causes = [e for e in errors.values() if not isinstance(e, RunAbortedError)]
         rank, error = next((r, e) for r, e in errors.items() if e is (causes or [errors[first]])[0])
+        if isinstance(error, StoppedError):
+            raise KeyboardInterrupt from error
         error.add_note(f"From worker {self.addresses[rank]}.")
         raise error
 
@@ -234,11 +253,19 @@ def register(client: Client) -> None:
     ):
         try:
             client.register_plugin(plugin)
-        except (ModuleNotFoundError, ImportError, AttributeError) as error:
+        except Exception as error:
+            if not _is_about_loading(error):
+                raise
             raise InstallationError(
                 f"The {side} cannot load daskps ({error}): install daskps {daskps.__version__} in"
                 " that environment and restart it."
             ) from error
+
+
+def _is_about_loading(error: Exception) -> bool:
+    """Whether a plugin could not be unpickled; Dask sends what it cannot pickle as text."""
+    kinds = (ImportError, AttributeError)
+    return isinstance(error, kinds) or any(kind in str(error) for kind in ("ModuleNotFound", "ImportError"))
 
 
 def _close(client: Client, run_id: str) -> None:

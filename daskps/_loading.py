@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 from skorch import NeuralNet
-from torch.utils.data import Dataset
+from skorch.dataset import Dataset as SkorchDataset
+from torch.utils.data import DataLoader, Dataset
 
 from daskps._partitions import Batching, Shard, pieces
 from daskps._weights import WeightedRows
@@ -38,9 +39,7 @@ def check_options(net: NeuralNet) -> None:
     for name in ("iterator_train", "iterator_valid"):
         size = batching(net, name == "iterator_train").batch_size
         if not isinstance(size, Integral) or (size < 1 and size != -1):
-            raise ValueError(
-                f"batch_size must be an integer >= 1, or -1 for all rows, got {size!r} instead."
-            )
+            raise ValueError(f"batch_size must be an integer >= 1 or, for all rows, -1, got {size!r}.")
         try:
             _iterator(net, name, [], [])
         except TypeError as error:
@@ -76,6 +75,35 @@ def validation_batches(net: NeuralNet, shard: Shard) -> Iterable:
     dataset = _dataset(net, shard.X_valid, shard.y_valid)
     rows = pieces(np.arange(shard.valid_sizes.sum()), shard.valid_sizes)
     return _iterator(net, "iterator_valid", dataset, rows)
+
+
+def takes_rows_as_they_are(net: NeuralNet, training: bool) -> bool:
+    """Whether dataset and iterator are skorch's own, so that a batch is a slice of the arrays."""
+    name = "iterator_train" if training else "iterator_valid"
+    own = getattr(net, name) is not DataLoader or net.dataset is not SkorchDataset
+    return not own and "collate_fn" not in net.get_params_for(name)
+
+
+def batch_of(net: NeuralNet, dataset: Any, rows: np.ndarray, training: bool) -> tuple:
+    """The batch that the net's iterator makes of some rows."""
+    return next(iter(_iterator(net, "iterator_train" if training else "iterator_valid", dataset, [rows])))
+
+
+def check_dataset(net: NeuralNet, X: np.ndarray, y: np.ndarray) -> None:
+    """Refuse a dataset that changes rows when it is made: every rank would do so again, with its rows.
+
+    Raises
+    ------
+    TypeError
+        If it does, with these rows.
+    """
+    dataset = net.get_dataset(X, y)
+    held = getattr(dataset, "X", X), getattr(dataset, "y", y)
+    if not all(np.allclose(np.asarray(a), b, equal_nan=True) for a, b in zip(held, (X, y), strict=True)):
+        raise TypeError(
+            f"The dataset {type(dataset).__name__} changes X or y when it is made, and every worker makes"
+            " one of its own rows: change them in its transform or __getitem__."
+        )
 
 
 def _dataset(net: NeuralNet, X: Any, y: Any) -> Any:

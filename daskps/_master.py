@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 from sklearn.base import clone
-from skorch import NeuralNet, NeuralNetBinaryClassifier, NeuralNetClassifier
-from skorch.callbacks import Callback
+from skorch import NeuralNetBinaryClassifier, NeuralNetClassifier
+from skorch.callbacks import Callback, LoadInitState
 
 from daskps import _hooks, _loading, _losses, _random
 from daskps._casting import InputCast
@@ -29,7 +29,22 @@ def build(net: NeuralNetClassifier) -> NeuralNetClassifier:
         If an option of the net has no meaning.
     """
     _check_net(net)
-    return clone(net).initialize()
+    for callback in net.callbacks or () if isinstance(net.callbacks, list) else ():
+        _check_cloneable(callback)
+    built = _initialised(clone(net))
+    for _, callback in built.callbacks_:
+        if isinstance(callback, LoadInitState):  # of a checkpoint that is no longer the net's, but a clone
+            callback.checkpoint.initialize()
+    return built
+
+
+def _initialised(net: NeuralNetClassifier) -> NeuralNetClassifier:
+    try:
+        return net.initialize()
+    except (AssertionError, RuntimeError) as error:
+        if str(net.device).startswith("cpu"):
+            raise
+        raise ValueError(f"device={net.device!r} is not available here: {error}") from error
 
 
 def _check_net(net: Any) -> None:
@@ -40,8 +55,6 @@ def _check_net(net: Any) -> None:
         )
     _refuse_own_loops(net)
     _refuse_own_samplers(net)
-    for callback in net.callbacks or () if isinstance(net.callbacks, list) else ():
-        _check_cloneable(callback)
 
 
 def check_names(net: Any, names: Iterable[str]) -> None:
@@ -221,11 +234,14 @@ def _check_cloneable(callback: Any) -> None:
 
 
 def _refuse_own_loops(net: NeuralNetClassifier) -> None:
-    for method in ("fit_loop", "run_single_epoch"):
-        if getattr(type(net), method) is not getattr(NeuralNet, method):
+    for method in ("fit", "partial_fit", "fit_loop", "run_single_epoch", "get_iterator"):
+        if not getattr(type(net), method).__module__.startswith("skorch."):
+            instead = "override train_step, validation_step or the hooks"
+            if method == "get_iterator":
+                instead = "set iterator_train and iterator_valid"
             raise TypeError(
                 f"{type(net).__name__} overrides {method}, which daskps replaces by an epoch on the"
-                " cluster: override train_step, validation_step or the hooks instead."
+                f" cluster: {instead} instead."
             )
 
 

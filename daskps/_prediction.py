@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from skorch import NeuralNetClassifier
+from skorch import NeuralNetBinaryClassifier, NeuralNetClassifier
+from torch.utils.data import DataLoader
 
 from daskps._casting import InputCast
 from daskps._freezing import freeze, thaw
@@ -17,7 +18,7 @@ from daskps._late import Late
 
 def probabilities(net: NeuralNetClassifier, n_classes: int, X: Any) -> np.ndarray:
     """(n_samples, n_classes) probabilities, whatever the net's criterion."""
-    result = net.predict_proba(InputCast.of(net.module_).array(X))
+    result = _quiet(net).predict_proba(InputCast.of(net.module_).array(X))
     if not np.allclose(result.sum(axis=1), 1, atol=0.01):
         warnings.warn(
             f"Rows of predict_proba do not sum to 1: with predict_nonlinearity={net.predict_nonlinearity!r}"
@@ -29,6 +30,15 @@ def probabilities(net: NeuralNetClassifier, n_classes: int, X: Any) -> np.ndarra
         result = result[:, :n_classes]
         result = result / result.sum(axis=1, keepdims=True)
     return result
+
+
+def _quiet(net: NeuralNetClassifier) -> NeuralNetClassifier:
+    """The same net, whose loader leaves torch's generator alone: another thread may have seeded it."""
+    quiet = object.__new__(type(net))
+    vars(quiet).update(vars(net))
+    if net.iterator_valid is DataLoader:
+        vars(quiet).setdefault("iterator_valid__generator", torch.Generator())
+    return quiet
 
 
 def lazy_probabilities(net: NeuralNetClassifier, n_classes: int, X: Any) -> Any:
@@ -48,10 +58,20 @@ def lazy_probabilities(net: NeuralNetClassifier, n_classes: int, X: Any) -> Any:
     )
 
 
-def lazy_labels(probabilities: Any, classes: np.ndarray) -> Any:
-    """The most probable label of every row of a dask array."""
-    label_block = Late(__name__, "_label_block")
-    return probabilities.map_blocks(label_block, classes, drop_axis=[1], meta=np.empty(0, classes.dtype))
+def lazy_labels(net: NeuralNetClassifier, probabilities: Any, classes: np.ndarray) -> Any:
+    """The same as `labels`, of a dask array."""
+    return probabilities.map_blocks(
+        Late(__name__, "_label_block"),
+        classes,
+        _threshold(net),
+        drop_axis=[1],
+        meta=np.empty(0, classes.dtype),
+    )
+
+
+def labels(net: NeuralNetClassifier, probabilities: np.ndarray, classes: np.ndarray) -> np.ndarray:
+    """The most probable label of every row; of two classes the one that the net's threshold decides on."""
+    return _label_block(probabilities, classes, _threshold(net))
 
 
 class Predictor:
@@ -80,8 +100,14 @@ def _predict_block(X: np.ndarray, predictor: Predictor) -> np.ndarray:
     return predictor(np.asarray(X))
 
 
-def _label_block(probabilities: np.ndarray, classes: np.ndarray) -> np.ndarray:
-    return classes[probabilities.argmax(axis=1)]
+def _threshold(net: NeuralNetClassifier) -> float | None:
+    return net.threshold if isinstance(net, NeuralNetBinaryClassifier) else None
+
+
+def _label_block(probabilities: np.ndarray, classes: np.ndarray, threshold: float | None) -> np.ndarray:
+    if threshold is None:
+        return classes[probabilities.argmax(axis=1)]
+    return classes[(probabilities[:, 1] > threshold).astype(int)]
 
 
 def _numpy_dtype(net: NeuralNetClassifier) -> np.dtype:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ import torch
 from skorch import NeuralNetClassifier
 from torch.utils.data import Dataset, default_collate
 
-from daskps import _inputs, _master, _random
+from daskps import _hooks, _inputs, _loading, _master, _random
 from daskps._casting import InputCast
 from daskps._inputs import TrainingData
 from daskps._sources import ArraySource, DaskSource, Source
@@ -30,11 +30,14 @@ class Start:
         Whether to start from the state of an initialised net instead of from new weights.
     seed : int or None
         Of everything random; None leaves it to torch's generator.
+    changes : dict
+        Parameters of the net to be set before it goes on.
     """
 
     net: NeuralNetClassifier | None
     goes_on: bool
     seed: int | None
+    changes: dict[str, Any] = field(default_factory=dict)
 
 
 def prepare(start: Start, data: TrainingData, every: int | None) -> Job:
@@ -53,18 +56,28 @@ def prepare(start: Start, data: TrainingData, every: int | None) -> Job:
         If the net, the data and ``every`` do not go together.
     """
     net = _net(start, data)
+    with _hooks.client_side_only(net):  # as in skorch before the split: a callback may set parameters
+        net.notify("on_train_begin", X=data.X, y=data.y)
     seed = int(torch.randint(2**31 - 1, ())) if start.seed is None else start.seed
     source = _source(net, data)
     _master.check(net, _two_rows(data.X), data, len(source.dataset_train), every)
+    if _inputs.is_dask(data.X):
+        _hooks.check_caching(net)
+    if source.dataset_valid is None:
+        _hooks.check_monitors(net)
     return Job(net, source, every, seed)
 
 
 def _net(start: Start, data: TrainingData) -> NeuralNetClassifier:
     if start.goes_on and start.net is not None:
-        return _master.go_on(start.net)
+        net = _master.go_on(start.net)
+        with _random.LOCK, _random.seeded(start.seed):
+            return net.set_params(**start.changes)
     given = start.net if start.net is not None else _default_net(data)
     with _random.LOCK, _random.seeded(start.seed):
-        return _master.build(given)
+        net = _master.build(given)
+        _hooks.set_input_shapes(net, data.X, data.y)
+    return net
 
 
 def _default_net(data: TrainingData) -> NeuralNetClassifier:
@@ -79,10 +92,14 @@ def _default_net(data: TrainingData) -> NeuralNetClassifier:
 def _source(net: NeuralNetClassifier, data: TrainingData) -> Source:
     data = replace(data, y=data.y.astype(_master.target_dtype(net)))
     net.check_data(data.X, data.y)
+    if isinstance(data.X, np.ndarray):
+        _loading.check_dataset(net, data.X[:2], data.y[:2])
     try:
         if _inputs.is_dask(data.X):
             return DaskSource(net, data)
-        return ArraySource(net, InputCast.of(net.module_).shrunk(data.X), data)
+        cast = InputCast.of(net.module_)
+        predicts = isinstance(data.X, np.ndarray) and _hooks.scores_without_cache(net)
+        return ArraySource(net, cast.array(data.X) if predicts else cast.shrunk(data.X), data)
     except ValueError as error:
         raise ValueError(
             f"train_split={net.train_split!r} cannot split n_samples={len(data.y)}: {error}"

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import cloudpickle
 import torch
-from sklearn.base import clone
 from skorch import NeuralNet
 from skorch.utils import TeeGenerator
 
-from daskps import _losses, _random, _state
+from daskps import _hooks, _losses, _random, _state
 from daskps._casting import InputCast
 from daskps._spec import Rules
 from daskps._sync import Alone, Sync
@@ -45,6 +45,10 @@ class _Synchronised:
     weighted_: bool
     weight_: float
     loss_: torch.Tensor | None
+    counts_: bool
+    callbacks_: list
+    common_: _random.Stream | None
+    draws_: bool
 
     def infer(self, x: Any, **fit_params: Any) -> Any:
         return super().infer(self.cast_.tensor(x), **fit_params)  # type: ignore[misc]
@@ -60,6 +64,14 @@ class _Synchronised:
         self.loss_ = loss
         return loss
 
+    def train_step_single(self, batch: Any, **fit_params: Any) -> dict:
+        step = super().train_step_single(batch, **fit_params)  # type: ignore[misc]
+        if self.loss_ is None:  # computed without get_loss
+            self.weight_ = float(len(batch[0]))
+        # What the optimizer's closure returns, whether get_loss had made it or not.
+        self.loss_ = step["loss"]
+        return step
+
     def _weighted_loss(
         self, y_pred: Any, y_true: torch.Tensor, weights: torch.Tensor, **kwargs: Any
     ) -> torch.Tensor:
@@ -74,11 +86,27 @@ class _Synchronised:
         self.meet(kwargs.get("batch"))
         super().on_grad_computed(net, named_parameters, **kwargs)  # type: ignore[misc]
 
+    def notify(self, method_name: str, **kwargs: Any) -> None:
+        getattr(self, method_name)(self, **kwargs)
+        self.call_hooks(method_name, **kwargs)
+
+    def call_hooks(self, name: str, **kwargs: Any) -> None:
+        """Call a hook of the callbacks, which draw the same random numbers on every rank.
+
+        Not so for a validation batch, which only one rank has.
+        """
+        common = self.common_ if kwargs.get("training") is not False else None
+        with nullcontext() if common is None else common.drawn():
+            for _, callback in self.callbacks_:
+                getattr(callback, name)(self, **kwargs)
+
     def meet(self, batch: Any = None) -> None:
         """Push this rank's gradients and take the combined ones."""
         loss, weight = self.loss_, self.weight_
-        if loss is None and batch is not None:  # a train_step_single that computes its loss itself
+        if loss is None and batch is not None:  # a train_step that computes its loss itself
             weight = float(len(batch[0]))
+        if not self.counts_:
+            weight = 0.0
         combined = self.sync_.gradients(weight, float("nan") if loss is None else loss.item())
         self.rounds_ += 1
         self.step_weight_ = weight
@@ -89,6 +117,20 @@ class _Synchronised:
         self.last_loss_ = combined
         self.weight_, self.loss_ = 0.0, None
 
+    @property
+    def steps_its_own_way_(self) -> bool:
+        """Whether the user's ``train_step`` decides how often ranks meet in a step."""
+        return owner(self).train_step is not NeuralNet.train_step  # type: ignore[attr-defined]
+
+    def shadow_step(self, batch: Any) -> float:
+        """A step in the user's own way whose rows count nothing: to meet as often as the others do."""
+        self.counts_ = False
+        try:
+            self.train_step(batch)  # type: ignore[attr-defined]
+        finally:
+            self.counts_ = True
+        return self.last_loss_
+
     def idle_step(self) -> float:
         """A step in which this rank has no rows: its gradient is that of the others."""
         losses: list[float] = []
@@ -97,7 +139,7 @@ class _Synchronised:
             self._zero_grad_optimizer()  # type: ignore[attr-defined]
             # Not only the meeting: what clips the combined gradient must clip it here too.
             named = TeeGenerator(self.get_all_learnable_params())  # type: ignore[attr-defined]
-            self.notify("on_grad_computed", named_parameters=named, training=True)  # type: ignore[attr-defined]
+            self.notify("on_grad_computed", named_parameters=named, training=True)
             losses.append(self.last_loss_)
             return self.last_loss_
 
@@ -113,23 +155,23 @@ def build(opening: Opening) -> NeuralNet:
     """
     net = cloudpickle.loads(opening.net)
     net.__class__ = type("Replica", (_Synchronised, type(net)), {})
-    net.sync_, net.rounds_, net.weighted_ = Alone(net), 0, False
+    net.sync_, net.rounds_, net.weighted_, net.counts_ = Alone(net), 0, False, True
     net.weight_, net.step_weight_, net.loss_, net.last_loss_ = 0.0, 0.0, None, float("nan")
+    net.draws_, net.common_ = False, None
     with _random.LOCK, _random.seeded(0):
         net.initialize()
     net.cast_ = InputCast.of(net.module_)
     _state.load(net, opening.state)
     if opening.callbacks:
         net.callbacks_ = _state.load_callbacks(net, opening.callbacks)
+        net.draws_ = _hooks.may_draw(net.callbacks_)
         net.history_ = cloudpickle.loads(opening.history)
     return net
 
 
 def open_with(net: NeuralNet, every: int | None, callbacks: bytes, rules: Rules) -> Opening:
     """What replicas of a net are built from."""
-    bare = clone(net).set_params(verbose=0, train_split=None)
-    # Not by set_params, which would first make the callbacks and then keep them in `callbacks_`.
-    bare.callbacks = "disable"
+    bare = _hooks.without_callbacks(net).set_params(verbose=0, train_split=None)
     history = cloudpickle.dumps(_ended_epochs(net)) if callbacks else b""
     return Opening(cloudpickle.dumps(bare), _state.dump(net), every, callbacks, history, rules)
 

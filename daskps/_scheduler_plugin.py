@@ -80,7 +80,10 @@ class DaskpsSchedulerPlugin(SchedulerPlugin):
         workers: list[str] | None = None,
         resources: dict[str, float] | None = None,
     ) -> list[str]:
-        """Wait for a lease and open a run on the leased workers, one rank on each."""
+        """Wait for a lease and open a run on the leased workers, one rank on each.
+
+        ``rules`` are the client's `Rules`, as a list.
+        """
         if version != daskps.__version__:
             raise InstallationError(
                 f"The scheduler has daskps {daskps.__version__} and the client has {version}: install"

@@ -78,6 +78,7 @@ class ArraySource:
     def __init__(self, net: NeuralNet, X: Any, data: TrainingData) -> None:
         given = ItemDataset(X, data.y) if isinstance(X, Dataset) else X
         self.dataset_train, self.dataset_valid = net.get_split_datasets(given, data.y)
+        self._net = net
         self._weights = data.weights
         self._parts = {True: _unrolled(self.dataset_train)}
         own_rows = self._parts[True][1] is not data.y
@@ -86,7 +87,10 @@ class ArraySource:
         if self.dataset_valid is not None:
             X_valid, y_valid, rows = _unrolled(self.dataset_valid)
             if not own_rows and y_valid is not data.y:  # a validation set that the user brought along
+                _refuse_another_kind(self.dataset_valid, self.dataset_train)
                 y_valid = encode(y_valid, data.classes).astype(data.y.dtype)
+                encoded = net.get_dataset(X_valid, y_valid)
+                self.dataset_valid = encoded if rows is None else Subset(encoded, rows.tolist())
             self._parts[False] = X_valid, y_valid, rows
 
     def cut(self, net: NeuralNet, world_size: int, local: bool, seed: int) -> Cut:
@@ -106,6 +110,9 @@ class ArraySource:
 
     def batch(self, rows: np.ndarray, training: bool) -> LazyBatch:
         def make() -> tuple:
+            if not _loading.takes_rows_as_they_are(self._net, training):
+                dataset = self.dataset_train if training else self.dataset_valid
+                return _loading.batch_of(self._net, dataset, rows, training)
             X, y = self._take(rows, training)
             return _tensors(X), _tensors(y)
 
@@ -183,13 +190,15 @@ class DaskSource:
         blocks = client.compute(
             self._X[start:stop].to_delayed().ravel().tolist(), workers=[address], retries=3
         )
+        weights = None if self._weights is None else self._weights[train]
+        held = ((train - start, valid - start), (self._y[train], self._y[valid]), weights)
+        sent = scatter(client, held, [address] * 3)  # too large for a graph
         return client.submit(
             Late(__name__, "assemble"),
             blocks,
-            (train - start, valid - start),
-            (self._y[train], self._y[valid]),
+            *sent[:2],
             (cut.training.sizes[rank], _lengths(batches)),
-            None if self._weights is None else self._weights[train],
+            sent[2],
             workers=[address],
             pure=False,
             retries=3,
@@ -236,6 +245,22 @@ def _scatter_once(
         futures[rank] = future
         _folds.keep(keys[rank], future, fold)
     return [future for future in futures if future is not None]
+
+
+def _refuse_another_kind(valid: Any, train: Any) -> None:
+    """Refuse a validation set of another class: ranks make theirs with the net's own."""
+    kind, own = (type(_base(dataset)) for dataset in (valid, train))
+    if kind is not own:
+        raise TypeError(
+            f"train_split gives a validation set of {kind.__name__}, the net's dataset is {own.__name__}:"
+            f" make the validation set with {own.__name__}, or give the net dataset={kind.__name__}."
+        )
+
+
+def _base(dataset: Any) -> Any:
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    return dataset
 
 
 def _unrolled(dataset: Any) -> tuple[Any, np.ndarray, np.ndarray | None]:

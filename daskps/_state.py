@@ -11,6 +11,7 @@ import pickle
 from typing import Any
 
 import cloudpickle
+import numpy as np
 import torch
 from skorch import NeuralNet
 
@@ -32,6 +33,13 @@ def load(net: NeuralNet, state: bytes) -> None:
         module.load_state_dict(values["modules"][name])
     for name, held in values["optimizers"].items():
         getattr(net, name + "_").load_state_dict(held)
+
+
+def norms(net: NeuralNet) -> np.ndarray:
+    """The norms of all floating parameters and buffers."""
+    values = [value for _, module in _modules(net) for value in module.state_dict().values()]
+    floating = [value.detach() for value in values if value.is_floating_point()]
+    return np.array([torch.linalg.vector_norm(value, dtype=torch.float64).item() for value in floating])
 
 
 def dump_settings(net: NeuralNet) -> bytes:
@@ -63,9 +71,27 @@ def load_settings(net: NeuralNet, settings: bytes) -> None:
 
 
 def dump_callbacks(net: NeuralNet, callbacks: list) -> bytes:
-    """Callbacks with their state, but without the net, the modules and optimizers that they refer to."""
+    """Callbacks with their state, but without the net, the modules and optimizers that they refer to.
+
+    Raises
+    ------
+    TypeError
+        If one of them cannot be pickled.
+    """
+    try:
+        return _dumped(net, callbacks)
+    except Exception:
+        for name, callback in callbacks:
+            try:
+                _dumped(net, callback)
+            except Exception as error:
+                raise TypeError(f"The callback {name!r} cannot be copied or pickled: {error}") from error
+        raise
+
+
+def _dumped(net: NeuralNet, value: Any) -> bytes:
     stream = io.BytesIO()
-    _CallbackPickler(stream, net).dump(callbacks)
+    _CallbackPickler(stream, net).dump(value)
     return stream.getvalue()
 
 

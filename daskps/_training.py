@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 from skorch import NeuralNet
 
-from daskps import _hooks, _loading, _replica, _state
+from daskps import _hooks, _loading, _random, _replica, _state
 from daskps._callbacks import EpochReplay, Snapshot, forget_epoch, step_without_gradients
 from daskps._launch import Run
 from daskps._partitions import Cut
@@ -17,6 +19,7 @@ from daskps._replica import Opening
 from daskps._sources import Source
 from daskps._spec import Order
 from daskps._worker import Result
+from daskps.exceptions import DaskpsError
 from daskps.report import FitReport, RankEpoch
 
 
@@ -71,6 +74,7 @@ class Training:
         self._on_ranks = _hooks.rank_side(job.net)
         self._callbacks = _state.dump_callbacks(job.net, self._on_ranks) if self._on_ranks else b""
         self._predictions = _hooks.wants_predictions(job.net)
+        self._settled = False  # whether the ranks and the client are at the end of the same epoch
 
     def place(self) -> None:
         """Bring the shards to the workers."""
@@ -85,14 +89,23 @@ class Training:
         done = len(self.net.history)
         for epoch in range(done, done + self.net.max_epochs):
             begun = perf_counter()
-            self.net.notify("on_epoch_begin", **datasets)
+            with self._seeded_weights(epoch):
+                self.net.notify("on_epoch_begin", **datasets)
+            self._settled = False
             self._train(epoch)
-            self.net.notify("on_epoch_end", **datasets)
-            self._report.epoch_seconds.append(perf_counter() - begun)
+            self._settled = True
+            try:
+                with _random.LOCK:  # a score draws a number too, and another thread may have seeded
+                    self.net.notify("on_epoch_end", **datasets)
+            finally:  # EarlyStopping leaves by KeyboardInterrupt
+                self._note_seconds(perf_counter() - begun)
 
     def end(self) -> None:
-        """Let the callbacks on the ranks end their training, and take them back."""
-        if self._on_ranks:
+        """Let the callbacks on the ranks end their training, and take them back.
+
+        The ranks of an epoch that was given up are still busy, and are left alone.
+        """
+        if self._on_ranks and self._settled:
             orders = self._orders(len(self.net.history))
             self._callbacks = self._run.end_training(orders)
 
@@ -100,6 +113,15 @@ class Training:
         """Put rank 0's callbacks into the client's net."""
         if self._on_ranks:
             _hooks.replace(self.net, _state.load_callbacks(self.net, self._callbacks))
+
+    @contextmanager
+    def _seeded_weights(self, epoch: int) -> Iterator[None]:
+        """Seed what an Initializer draws."""
+        if not _hooks.sets_parameters(self.net):
+            yield
+            return
+        with _random.LOCK, _random.seeded(_random.stream(self._seed, epoch)):
+            yield
 
     def _train(self, epoch: int) -> None:
         orders = self._orders(epoch)
@@ -141,7 +163,15 @@ class Training:
 
     def _load(self, results: Sequence[Result]) -> None:
         _state.load(self.net, results[0].state)
-        self._held = Snapshot(self.net) if all(r.uniform for r in results) else None
+        uniform = all(result.uniform for result in results)
+        if uniform:
+            _refuse_drift(results)
+        self._held = Snapshot(self.net) if uniform else None
+
+    def _note_seconds(self, seconds: float) -> None:
+        if not self._report.epoch_seconds:  # its first part was start-up, and counts as that
+            seconds -= self._report.startup_seconds["replicas"]
+        self._report.epoch_seconds.append(seconds)
 
     def _note(self, results: Sequence[Result]) -> None:
         if not self._report.ranks:
@@ -152,20 +182,29 @@ class Training:
 
 
 def fit(training: Training, X: Any, y: Any) -> None:
-    """What skorch's ``partial_fit`` does around its loop.
+    """What skorch's ``partial_fit`` does around its loop, after ``on_train_begin``.
 
     A KeyboardInterrupt ends the training and keeps the last whole epoch.
     """
     net = training.net
     with _hooks.client_side_only(net):
-        net.notify("on_train_begin", X=X, y=y)
-        try:
+        with suppress(KeyboardInterrupt):
             training.run()
-            training.end()
-        except KeyboardInterrupt:
-            forget_epoch(net)
+        forget_epoch(net)
+        training.end()
         net.notify("on_train_end", X=X, y=y)
     training.take_callbacks_back()
+
+
+def _refuse_drift(results: Sequence[Result]) -> None:
+    """Ranks that saw the same gradients hold the same values, unless user code makes them differ."""
+    first = results[0].norms
+    if not all(np.allclose(r.norms, first, rtol=1e-4, atol=1e-8, equal_nan=True) for r in results):
+        raise DaskpsError(
+            "The ranks' parameters have drifted apart. Something on them changes parameters by more than"
+            " the gradient that they share: a train_step that draws random numbers or makes a step before"
+            " it notifies 'on_grad_computed', or a callback that looks at the rank's own rows."
+        )
 
 
 def _entry(epoch: int, rank: int, result: Result) -> RankEpoch:

@@ -23,7 +23,10 @@ from daskps._replica import Opening
 from daskps._spec import FORGET, HELLO, LEFT, TOPIC, WORKER_PLUGIN, Order, Rules, Ticket
 from daskps._sync import Alone, GradientSync, LocalSGD, Sync, capacity
 from daskps._transport import Channel, Traffic, open_channel
-from daskps.exceptions import DaskpsError, RunAbortedError
+from daskps.exceptions import DaskpsError, RunAbortedError, StoppedError
+
+# Under this key a validation step holds what callbacks on its rank recorded for its batch.
+RECORDED = "daskps_recorded"
 
 # One for each process: workers that share a process share torch's random generator.
 PROCESS = uuid.uuid4().hex
@@ -59,6 +62,8 @@ class Result:
     records: Records | None
     """What callbacks on rank 0 left behind."""
     predictions: bytes
+    norms: np.ndarray
+    """Of all values, to see whether ranks that should hold the same do."""
 
 
 class StateNeeded:
@@ -182,8 +187,11 @@ def end_training(order: Order, shard: Shard) -> bytes | StateNeeded:
     with plugin.seated(order, None) as seat:
         if seat is None:
             return StateNeeded()
-        for _, callback in seat.replica.callbacks_:
-            callback.on_train_end(seat.replica, X=shard.X, y=shard.y)
+        try:
+            for _, callback in seat.replica.callbacks_:
+                callback.on_train_end(seat.replica, X=shard.X, y=shard.y)
+        except KeyboardInterrupt as error:
+            raise StoppedError("a callback on a rank stopped at the end of the training") from error
         return _state.dump_callbacks(seat.replica, seat.replica.callbacks_)
 
 
@@ -235,6 +243,8 @@ class _Epoch:
             seconds = perf_counter() - begun - traffic.wait_seconds - traffic.sync_seconds
             validation = _state.to_bytes(list(self._validate()))
             self._hook("on_epoch_end")
+        except KeyboardInterrupt as error:  # of a callback; Dask would take it for its own and end
+            raise StoppedError("a callback on a rank stopped the training") from error
         except Exception as error:
             self._blame(error, step)
             raise
@@ -253,10 +263,12 @@ class _Epoch:
             state=_state.dump(self.net) if first else b"",
             records=self._records() if first else None,
             predictions=_state.to_bytes(self.predictions) if self.order.predictions else b"",
+            norms=_state.norms(self.net),
         )
 
     def _begin(self) -> None:
         order, net = self.order, self.net
+        net.common_ = _random.Stream(_random.stream(order.seed, order.epoch)) if net.draws_ else None
         if not net.callbacks_:
             net.initialize_history()
         elif order.first:
@@ -278,7 +290,7 @@ class _Epoch:
             batch = next(self.batches) if size else None
             self.net.history.new_batch()
             self._hook("on_batch_begin", batch=batch, training=True)
-            outcome = self._train(batch) if size else {"loss": self.net.idle_step(), "y_pred": None}
+            outcome = self._train(batch) if size else {"loss": self._idle(), "y_pred": None}
             self.losses[step], self.weights[step] = _item(outcome["loss"]), self.net.step_weight_
             self.net.history.record_batch("train_loss", self.losses[step].item())
             self.net.history.record_batch("train_batch_size", int(size))
@@ -287,6 +299,18 @@ class _Epoch:
                 self.predictions[step] = _detached(outcome["y_pred"])
         self.seat.sync.stepped(step)
         self.reporter.stepped(step + 1)
+
+    def _idle(self) -> float:
+        """A step in which this rank has no rows."""
+        if not self.net.steps_its_own_way_:
+            return self.net.idle_step()
+        if not len(self.shard.y):
+            raise DaskpsError(
+                f"{_replica.owner(self.net).__name__} has its own train_step, which every rank needs rows"
+                " for, and there are not enough: use fewer workers."
+            )
+        rows = np.arange(min(2, len(self.shard.y)))
+        return self.net.shadow_step(next(iter(train_batches(self.net, self.shard, [rows]))))
 
     def _train(self, batch: Any) -> dict:
         rounds = self.net.rounds_
@@ -299,16 +323,21 @@ class _Epoch:
         return outcome
 
     def _validate(self) -> Iterator[dict]:
-        for batch in validation_batches(self.net, self.shard):
+        for batch, size in zip(
+            validation_batches(self.net, self.shard), self.shard.valid_sizes, strict=True
+        ):
+            self.net.history.new_batch()
             self._hook("on_batch_begin", batch=batch, training=False)
             outcome = self.net.validation_step(batch)
+            self.net.history.record_batch("valid_loss", _item(outcome["loss"]))
+            self.net.history.record_batch("valid_batch_size", int(size))
             self._hook("on_batch_end", batch=batch, training=False, **outcome)
-            yield outcome
+            recorded = _without(self.net.history[-1, "batches", -1], ("valid_loss", "valid_batch_size"))
+            yield {**outcome, RECORDED: recorded} if recorded else outcome
 
     def _hook(self, name: str, **kwargs: Any) -> None:
         """Call a hook of the callbacks that run on ranks."""
-        for _, callback in self.net.callbacks_:
-            getattr(callback, name)(self.net, **kwargs)
+        self.net.call_hooks(name, **kwargs)
 
     def _records(self) -> Records | None:
         if not self.net.callbacks_:

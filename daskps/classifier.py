@@ -15,7 +15,8 @@ from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted
 from skorch import NeuralNetClassifier
 
-from daskps import _inputs, _master, _prediction, config
+from daskps import _hooks, _inputs, _master, _prediction, config
+from daskps._claims import claimed
 from daskps._cluster import client_for
 from daskps._freezing import copied, freeze, thaw
 from daskps._inputs import TrainingData
@@ -36,7 +37,7 @@ class DistributedCNNClassifier(ClassifierMixin, BaseEstimator):
     Parameters
     ----------
     net : skorch.NeuralNetClassifier, optional
-        The net to train; it is never changed. Its parameters are nested ones of the estimator:
+        The net to train; `fit` never changes it. Its parameters are nested ones of the estimator:
         ``net__lr``, ``net__module__width``. Without one, a convolutional net is made to fit the data.
     sync_every : {'batch', 'epoch'} or int, default='batch'
         When workers meet. 'batch': at every step, on the combined gradient of a batch that they
@@ -128,7 +129,7 @@ class DistributedCNNClassifier(ClassifierMixin, BaseEstimator):
         goes_on = bool(getattr(self.net, "warm_start", False))
         earlier = getattr(self, "net_", self.net) if goes_on else self.net
         initialised = bool(getattr(earlier, "initialized_", False))
-        self._fit(Start(earlier, goes_on and initialised, self._seed()), X, y, None, sample_weight)
+        self._fit(self._start(earlier, goes_on and initialised), X, y, None, sample_weight)
         return self
 
     def partial_fit(
@@ -160,7 +161,7 @@ class DistributedCNNClassifier(ClassifierMixin, BaseEstimator):
             raise ValueError(f"classes={classes!r} is not the same as at the first call: {known!r}.")
         earlier = getattr(self, "net_", self.net)
         initialised = bool(getattr(earlier, "initialized_", False))
-        start = Start(earlier, initialised, self._seed())
+        start = self._start(earlier, initialised)
         self._fit(start, X, y, classes if known is None else known, sample_weight)
         return self
 
@@ -179,8 +180,8 @@ class DistributedCNNClassifier(ClassifierMixin, BaseEstimator):
         """
         probabilities = self.predict_proba(X)
         if _inputs.is_dask(probabilities):
-            return _prediction.lazy_labels(probabilities, self.classes_)
-        return self.classes_[probabilities.argmax(axis=1)]
+            return _prediction.lazy_labels(self.net_, probabilities, self.classes_)
+        return _prediction.labels(self.net_, probabilities, self.classes_)
 
     def predict_proba(self, X: Any) -> Any:
         """The probability of every label, whatever the net's criterion.
@@ -213,6 +214,8 @@ class DistributedCNNClassifier(ClassifierMixin, BaseEstimator):
             job = prepare(start, data, every)
             clock.lap("checks")
             client = client or stack.enter_context(client_for(self.client))
+            clock.lap("cluster")
+            stack.enter_context(claimed(_hooks.files(job.net)))
             self._train(client, job, data, clock)
 
     def _train(self, client: Client, job: Job, data: TrainingData, clock: Stopwatch) -> None:
@@ -227,6 +230,11 @@ class DistributedCNNClassifier(ClassifierMixin, BaseEstimator):
             fit(training, data.X, data.y)
         self.classes_ = data.classes
         self.net_, self.history_, self.report_ = job.net, job.net.history, report
+        self.__dict__.pop("_changes", None)
+
+    def _start(self, net: Any, goes_on: bool) -> Start:
+        """From a net, or from its state with what `set_params` has changed since."""
+        return Start(net, goes_on, self._seed(), getattr(self, "_changes", {}))
 
     def _seed(self) -> int | None:
         if self.random_state is None:
@@ -243,6 +251,9 @@ class DistributedCNNClassifier(ClassifierMixin, BaseEstimator):
         """
         names = [name.removeprefix("net__") for name in params if name.startswith("net__")]
         _master.check_names(params.get("net", self.net), names)
+        if hasattr(self, "net_"):
+            changes = {name: params[f"net__{name}"] for name in names}
+            self._changes = {**getattr(self, "_changes", {}), **changes}
         return super().set_params(**params)
 
     # A client cannot be copied or pickled, and none of this needs it to be.
@@ -253,6 +264,11 @@ class DistributedCNNClassifier(ClassifierMixin, BaseEstimator):
         new = type(self)(**copied, client=self.client)
         if hasattr(self, "_metadata_request"):
             new._metadata_request = copy.deepcopy(self._metadata_request)
+        return new
+
+    def __copy__(self) -> DistributedCNNClassifier:
+        new = type(self).__new__(type(self))
+        new.__dict__.update(self.__dict__)
         return new
 
     def __deepcopy__(self, memo: dict) -> DistributedCNNClassifier:

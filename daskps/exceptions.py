@@ -27,6 +27,10 @@ class RunAbortedError(DaskpsError):
     """A rank left because its run ended elsewhere: a consequence, never the cause."""
 
 
+class StoppedError(DaskpsError):
+    """A callback on a rank raised KeyboardInterrupt; to the caller it is one again."""
+
+
 class StaleMessageError(DaskpsError):
     """A message of a run, a generation or a round that is over."""
 

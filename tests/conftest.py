@@ -41,7 +41,11 @@ def client(session_client):
     from probes import leftovers, wait_until
 
     before = leftovers(session_client)
+
+    def new():
+        return leftovers(session_client) - before
+
     yield session_client
     assert session_client.submit(int, pure=False).result(timeout=20) == 0
     # A test that failed before may have left something: that is its fault, not everybody's.
-    wait_until(lambda: leftovers(session_client) <= before, what=lambda: f"left: {leftovers(session_client) - before}")
+    wait_until(lambda: new() == set(), what=lambda: f"left on the cluster: {new()}")

@@ -6,6 +6,7 @@ import json
 import os
 
 import torch
+from probes import wait_until
 from skorch import NeuralNetClassifier
 from torch import nn
 
@@ -93,6 +94,40 @@ class Boom(CNN3):
         if (X == 99).any():
             raise ValueError("boom")
         return super().forward(X)
+
+
+class Gated(CNN3):
+    """Says that it has come to its first training batch, and waits there until a file is there."""
+
+    def __init__(self, n=10, path=None, gate=None):
+        super().__init__(n)
+        self.path = path
+        self.gate = gate
+
+    def forward(self, X):
+        if self.training:
+            write(self.path, pid=os.getpid())
+            wait_until(lambda: os.path.exists(self.gate))
+        return super().forward(X)
+
+
+class GatedBoom(Gated):
+    """Raises if a pixel is 99, as soon as another process has come to its gate."""
+
+    def forward(self, X):
+        if (X == 99).any():
+            wait_until(lambda: os.path.exists(self.path))
+            raise ValueError("boom")
+        return super().forward(X)
+
+
+class Built(CNN3):
+    """Writes a line whenever it is built."""
+
+    def __init__(self, n=10, path=None):
+        super().__init__(n)
+        self.path = path
+        write(path, pid=os.getpid())
 
 
 class Heads(nn.Module):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import threading
 from time import monotonic
 
-from distributed import get_worker
-
 from daskps._spec import SCHEDULER_PLUGIN, WORKER_PLUGIN
 
 PAUSE = threading.Event()
@@ -58,8 +56,3 @@ def states_by_rank(client):
     """The replicas' states of the only run that is open, in rank order."""
     found = [pair for pairs in client.run(replicas).values() for pair in pairs]
     return [values for _, values in sorted(found, key=lambda pair: pair[0])]
-
-
-def address():
-    """Where a task runs."""
-    return get_worker().address

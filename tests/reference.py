@@ -63,8 +63,7 @@ def state(fitted):
     fitted = getattr(fitted, "net_", fitted)
     module = getattr(fitted, "module_", fitted)
     return {
-        name: value.detach().to(torch.float64, copy=True)
-        for name, value in module.state_dict().items()
+        name: value.detach().to(torch.float64, copy=True) for name, value in module.state_dict().items()
     }
 
 
@@ -96,9 +95,9 @@ def assert_same_history(ours, plain, within):
                 np.testing.assert_allclose(batch[key], value, rtol=0, atol=within, err_msg=key)
 
 
-def reversed_batches(X, y, batch_size):
-    """The same batches, with the rows inside each in the opposite order."""
-    order = np.concatenate(
-        [np.arange(start, min(start + batch_size, len(y)))[::-1] for start in range(0, len(y), batch_size)]
-    )
+def rows_reordered(X, y, batch_size, seed=None):
+    """The same batches, with the rows inside each in another order: reversed, or shuffled by a seed."""
+    rng = np.random.default_rng(seed)
+    batches = [np.arange(start, min(start + batch_size, len(y))) for start in range(0, len(y), batch_size)]
+    order = np.concatenate([rows[::-1] if seed is None else rng.permutation(rows) for rows in batches])
     return X[order], y[order]

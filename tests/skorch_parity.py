@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from numbers import Real
-from time import sleep
+from time import monotonic, sleep
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -87,12 +88,12 @@ def assert_same_optimizers(ours, plain, within=1e-10):
 
 def _assert_close(value, expected, within):
     if isinstance(expected, torch.Tensor):
-        torch.testing.assert_close(value, expected, rtol=0, atol=within)
+        torch.testing.assert_close(value, expected, rtol=within, atol=within)
     elif isinstance(expected, list):
         for one, other in zip(value, expected, strict=True):
             _assert_close(one, other, within)
     elif isinstance(expected, float):
-        assert abs(value - expected) <= within
+        np.testing.assert_allclose(value, expected, rtol=within, atol=within)
     else:
         assert value == expected
 
@@ -145,6 +146,14 @@ class GradientNorm(Callback):
         self.ended_ = True
 
 
+class GradientNoise(Callback):
+    """Draws random numbers on the ranks."""
+
+    def on_grad_computed(self, net, named_parameters, **kwargs):
+        for _, parameter in named_parameters:
+            parameter.grad += 0.1 * torch.randn_like(parameter)
+
+
 class CountsAllBatches(Callback):
     """Runs on ranks, and records for training and validation batches alike."""
 
@@ -188,18 +197,27 @@ def weight_sum(net):
     return sum(parameter.sum().item() for parameter in net.module_.parameters())
 
 
+class Shared(list):
+    """A list that a clone of its owner goes on with."""
+
+    def __deepcopy__(self, memo):
+        return self
+
+
 class StopAt(Callback):
     """Stops the training in a hook, as a user does with Ctrl-C."""
 
-    def __init__(self, hook, epoch=2, batch=3, error=KeyboardInterrupt):
+    def __init__(self, hook, epoch=2, batch=3, error=KeyboardInterrupt, moments=None):
         self.hook = hook
         self.epoch = epoch
         self.batch = batch
         self.error = error
+        self.moments = Shared() if moments is None else moments
 
     def _maybe(self, hook, net):
         in_batch = "batch" not in hook or len(net.history[-1, "batches"]) == self.batch
         if hook == self.hook and len(net.history) == self.epoch and in_batch:
+            self.moments.append(monotonic())
             raise self.error("stop")
 
     def on_epoch_begin(self, net, **kwargs):
@@ -249,10 +267,14 @@ class Recorder:
     def __deepcopy__(self, memo):
         return self
 
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return lambda *args, **kwargs: self.calls.append((name, args, kwargs))
+    def _note(self, *args, **kwargs):
+        self.calls.append((args, kwargs))
+
+    add_scalar = close = log_scalar = log = log_metric = log_batch = set_terminated = _note
+    info = SimpleNamespace(run_id="run")
+
+    def watch(self, module):
+        self.calls.append(type(module).__name__)
 
 
 class Begun(Callback):
@@ -263,13 +285,6 @@ class Begun(Callback):
 
     def on_epoch_begin(self, net, **kwargs):
         self.epochs.append(len(net.history))
-
-
-class Shared(list):
-    """A list that a clone of its owner goes on with."""
-
-    def __deepcopy__(self, memo):
-        return self
 
 
 # Modules
@@ -321,6 +336,17 @@ class OneLogit(nn.Module):
         return self.layer(X.flatten(1))
 
 
+class Affine(nn.Module):
+    """One linear layer with few inputs: a convex problem of good condition."""
+
+    def __init__(self, dtype=torch.float64):
+        super().__init__()
+        self.layer = nn.Linear(16, 10).to(dtype)
+
+    def forward(self, X):
+        return self.layer(nn.functional.avg_pool2d(X, 2).flatten(1) - 0.3)
+
+
 class Probabilities(nn.Module):
     """For NLLLoss."""
 
@@ -360,6 +386,18 @@ class LossWithoutGetLoss(NeuralNetClassifier):
         return {"loss": loss, "y_pred": y_pred}
 
 
+class OwnSteps(NeuralNetClassifier):
+    """Counts how often it looks at a batch, and keeps its parameters small."""
+
+    def train_step_single(self, batch, **fit_params):
+        self.n_looks_ = getattr(self, "n_looks_", 0) + 1
+        return super().train_step_single(batch, **fit_params)
+
+    def get_loss(self, y_pred, y_true, *args, **kwargs):
+        loss = super().get_loss(y_pred, y_true, *args, **kwargs)
+        return loss + 0.1 * sum(p.pow(2).sum() for p in self.module_.parameters())
+
+
 class TwoLooks(NeuralNetClassifier):
     """Looks at every batch twice, in halves, and makes one step."""
 
@@ -367,13 +405,14 @@ class TwoLooks(NeuralNetClassifier):
         X, y = batch
         half = max(1, len(y) // 2)
         self._zero_grad_optimizer()
-        for part in (slice(half), slice(half, None)):
-            step = self.train_step_single((X[part], y[part]), **fit_params)
+        parts = [(X[:half], y[:half]), (X[half:], y[half:])]
+        steps = [self.train_step_single(part, **fit_params) for part in parts]
         self.notify("on_grad_computed", named_parameters=list(self.module_.named_parameters()), batch=batch)
         for parameter in self.module_.parameters():
             parameter.grad /= 2
         self.optimizer_.step()
-        return step
+        loss = sum(step["loss"].detach() for step in steps) / 2
+        return {"loss": loss, "y_pred": torch.cat([step["y_pred"] for step in steps])}
 
 
 class SharpnessAware(NeuralNetClassifier):
@@ -448,12 +487,32 @@ class OwnEpoch(NeuralNetClassifier):
         return super().run_single_epoch(*args, **kwargs)
 
 
+class OwnIterator(NeuralNetClassifier):
+    def get_iterator(self, *args, **kwargs):
+        return super().get_iterator(*args, **kwargs)
+
+
+class OwnFit(NeuralNetClassifier):
+    def fit(self, *args, **kwargs):
+        return super().fit(*args, **kwargs)
+
+
+class RandomSteps(NeuralNetClassifier):
+    """Moves parameters at random, by numbers that belong to its rank."""
+
+    def train_step(self, batch, **fit_params):
+        step = super().train_step(batch, **fit_params)
+        for parameter in self.module_.parameters():
+            parameter.data += 0.01 * torch.randn_like(parameter)
+        return step
+
+
 class TwoOptimizers(NeuralNetClassifier):
     """Each layer of the module has an optimizer of its own."""
 
     def initialize_optimizer(self, *args, **kwargs):
-        params = self.get_params_for_optimizer("optimizer", self.module_.first.named_parameters())
-        self.optimizer_ = self.optimizer(*params[0], lr=self.lr, **params[1])
+        args, kwargs = self.get_params_for_optimizer("optimizer", self.module_.first.named_parameters())
+        self.optimizer_ = self.optimizer(*args, **kwargs)
         self.other_ = torch.optim.Adam(self.module_.second.parameters(), lr=0.01)
         return self
 
@@ -471,6 +530,13 @@ class Transformed(Dataset):
     def transform(self, X, y):
         X, y = super().transform(X, y)
         return (X if self.apply is None else self.apply(X)), y
+
+
+class StretchedAtOnce(Dataset):
+    """Changes all rows when it is made."""
+
+    def __init__(self, X, y=None):
+        super().__init__(X * 2 - X.mean(), y)
 
 
 def brighter(X):

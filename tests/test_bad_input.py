@@ -22,15 +22,16 @@ from daskps import ClusterTooSmallError, DistributedCNNClassifier
 def refused(client, cluster):
     """Fit, which must raise before the scheduler hears of it; what was raised."""
 
-    def refused(error, *, X=None, y=None, net=None, **options):
+    def refused(error, *, X=None, y=None, net=None, params=(), **options):
         if X is None:
             X = xy(60, 3)[0]
         if y is None:
             y = np.arange(len(X)) % 3
         before = cluster.scheduler.transition_counter
+        net = net or make_net(CNN3, module__n=3)
+        estimator = DistributedCNNClassifier(net, client=client, **options)
         with pytest.raises(error) as caught:
-            estimator = DistributedCNNClassifier(net or make_net(CNN3, module__n=3), client=client, **options)
-            estimator.fit(X, y)
+            estimator.set_params(**dict(params)).fit(X, y)
         assert cluster.scheduler.transition_counter == before
         return str(caught.value)
 
@@ -172,9 +173,8 @@ def test_unknown_parameter_of_the_net(refused, options, name):
     """BR-34: misspelt, in the net's constructor or by set_params."""
     settings = {"module__n": 3} if "module__nn" not in options else {}
     assert name in refused((TypeError, ValueError), net=make_net(CNN3, **settings, **options))
-    estimator = DistributedCNNClassifier(make_net(CNN3, **settings))
-    estimator.set_params(**{f"net__{key}": value for key, value in options.items()})
-    assert name in refused((TypeError, ValueError), net=estimator.net)
+    params = {f"net__{key}": value for key, value in options.items()}
+    assert name in refused((TypeError, ValueError), net=make_net(CNN3, **settings), params=params)
 
 
 def test_unknown_parameter_of_the_estimator():
@@ -217,9 +217,7 @@ def test_callback_that_cannot_be_cloned(refused, callback):
         net = make_net(CNN3, module__n=3, callbacks=callbacks)
         message = refused(TypeError, net=net)
         assert says(message, type(callback).__name__, "cannot be cloned")
-    assert "'mine'" in refused(
-        TypeError, net=make_net(CNN3, module__n=3, callbacks=[("mine", callback)])
-    )
+    assert "'mine'" in refused(TypeError, net=make_net(CNN3, module__n=3, callbacks=[("mine", callback)]))
 
 
 def test_no_step(refused):

@@ -18,7 +18,7 @@ from reference import (
     fit_daskps,
     fit_plain,
     make_net,
-    reversed_batches,
+    rows_reordered,
     separable,
     state,
     xy,
@@ -33,9 +33,13 @@ DOUBLE = {"module__dtype": torch.float64}
 
 
 def images_28():
-    """Digits, each pixel three by three, with a border."""
+    """Digits, each pixel three by three, with a border and noise.
+
+    Without noise equal pixels tie in the pooling, and rounding would decide which of them counts.
+    """
     X, y = digits()
-    return np.pad(X.repeat(3, axis=2).repeat(3, axis=3), [(0, 0), (0, 0), (2, 2), (2, 2)]), y
+    X = np.pad(X.repeat(3, axis=2).repeat(3, axis=3), [(0, 0), (0, 0), (2, 2), (2, 2)])
+    return X + np.random.RandomState(0).uniform(0, 0.1, X.shape), y
 
 
 def assert_equals_plain(client, net, X, y, n_workers, within=1e-10, seed=0):
@@ -68,24 +72,30 @@ def test_big_cnn_in_float64(client):
     X, y = images_28()
     net = make_net(CNN, **BIG, **DOUBLE, **MOMENTUM)
     assert sum(p.numel() for p in net.initialize().module_.parameters()) == 421_642
-    assert_equals_plain(client, net, X, y, 2)
+    assert_equals_plain(client, net, X[:403], y[:403], 2)
 
 
 def test_big_cnn_in_float64_on_three_workers(client):
     X, y = images_28()
     net = make_net(CNN, **BIG, **DOUBLE, **ADAM, max_epochs=1)
-    assert_equals_plain(client, net, X[:403], y[:403], 3)
+    assert_equals_plain(client, net, X[:203], y[:203], 3)
 
 
 def test_big_cnn_in_float32_is_as_near_as_plain_skorch_is_to_itself(client):
+    """Here rounding decides now and then which pixel a pooling takes, and grows from there.
+
+    Plain skorch meets that too if the rows inside its batches come in another order. Whether one order
+    meets it is chance, so several are tried.
+    """
     X, y = images_28()
-    X, y = X[:803].astype(np.float32), y[:803]
-    net = make_net(CNN, **BIG, **MOMENTUM, max_epochs=2, train_split=None)
+    X, y = X[:403].astype(np.float32), y[:403]
+    net = make_net(CNN, **BIG, **MOMENTUM, max_epochs=1, train_split=None)
     plain = fit_plain(net, X, y)
-    floor = distance(plain, fit_plain(net, *reversed_batches(X, y, 32)))
-    ours = fit_daskps(client, net, X, y, n_workers=2)
-    assert 0 < floor
-    assert distance(ours, plain) <= 3 * floor
+    others = [fit_plain(net, *rows_reordered(X, y, 32, seed)) for seed in (None, 1, 2, 3)]
+    floor = max(distance(plain, other) for other in others)
+    assert 0 < floor < 0.01
+    for k in (2, 3, 4):
+        assert distance(fit_daskps(client, net, X, y, n_workers=k), plain) <= 3 * floor
 
 
 # Losses that are no plain mean over rows
@@ -275,7 +285,7 @@ def test_one_step_is_one_step_on_all_rows(client, options):
 def test_more_workers_are_no_larger_step(client, sync_every):
     """BR-02: an easy problem is learnt as well by four workers as by one."""
     X, y = separable(200, 4)
-    net = make_net(CNN3, module__n=4, max_epochs=10, train_split=None, batch_size=16, **PLAIN_SGD)
+    net = make_net(CNN3, module__n=4, max_epochs=10, train_split=None, batch_size=32, **PLAIN_SGD)
     one, four = (
         fit_daskps(client, net, X, y, n_workers=k, sync_every=sync_every).score(X, y) for k in (1, 4)
     )

@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import local_cluster
 from distributed import Client
-from nets import Bulky, CNN3, Flat, Heads, Logged, OwnCriterion, Softmax, Strange, read
+from nets import CNN3, Bulky, Flat, Heads, Logged, OwnCriterion, Softmax, Strange, read
 from reference import (
     PLAIN_SGD,
     digits,
@@ -119,9 +119,7 @@ def test_a_fold_without_one_of_the_classes(client):
             ours = cross_val_score(
                 DistributedCNNClassifier(net, n_workers=2), X, y, cv=folds, scoring=scoring
             )
-            plain = cross_val_score(
-                LogisticRegression(), X.reshape(41, -1), y, cv=folds, scoring=scoring
-            )
+            plain = cross_val_score(LogisticRegression(), X.reshape(41, -1), y, cv=folds, scoring=scoring)
         assert np.isfinite(ours[np.isfinite(plain)]).all()
 
 
@@ -160,7 +158,7 @@ def test_rows_are_checked_again_to_predict(client):
     X = X.reshape(60, 64)
     ours = fit_daskps(client, make_net(Flat, module__n_in=64, module__n_out=3), X, y)
     assert ours.n_features_in_ == 64
-    with pytest.raises(ValueError, match="63 features.*expecting 64"):
+    with pytest.raises(ValueError, match=r"63 features.*expecting 64"):
         ours.predict(X[:, 1:])
     with pytest.raises(ValueError, match="NaN"):
         ours.predict(np.full_like(X, np.nan))
@@ -191,7 +189,7 @@ def test_attributes_after_fit(client):
     assert estimator.history_ is estimator.net_.history
     assert isinstance(estimator.report_, FitReport)
     assert len(estimator.report_.ranks) == 2 * 3
-    assert estimator.report_.startup_seconds.keys() == {"checks", "lease", "scatter", "replicas"}
+    assert estimator.report_.startup_seconds.keys() >= {"checks", "lease", "scatter", "replicas"}
     assert str(estimator.report_).count("\n") >= 6
 
 
@@ -292,9 +290,7 @@ def test_unused_layer_in_local_steps(client, sync_every):
 def test_parameters_of_every_kind(client, dtype):
     """BR-23: not contiguous, frozen, without dimension, an integer buffer, bfloat16."""
     X, y = xy(70, 3)
-    net = make_net(
-        Strange, module__dtype=dtype, batch_size=70, max_epochs=1, train_split=None, **PLAIN_SGD
-    )
+    net = make_net(Strange, module__dtype=dtype, batch_size=70, max_epochs=1, train_split=None, **PLAIN_SGD)
     plain = fit_plain(net, X, y)
     ours = fit_daskps(client, net, X, y, n_workers=2)
     torch.manual_seed(0)
@@ -378,7 +374,7 @@ def test_bytes(client, monkeypatch):
     scatter = Client.scatter
 
     def counting(self, data, *args, **kwargs):
-        sent.append(sum(getattr(part, "nbytes", len(part)) for item in data for part in item if sized(part)))
+        sent.append(sum(n_bytes(part) for item in data for part in item))
         return scatter(self, data, *args, **kwargs)
 
     monkeypatch.setattr(Client, "scatter", counting)
@@ -394,5 +390,5 @@ def test_bytes(client, monkeypatch):
         assert entry.bytes == pytest.approx(2 * 2 * model, rel=0.01)
 
 
-def sized(part):
-    return hasattr(part, "nbytes") or isinstance(part, bytes)
+def n_bytes(part):
+    return len(part) if isinstance(part, bytes) else getattr(part, "nbytes", 0)

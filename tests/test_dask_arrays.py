@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import dask
 import dask.array as da
 import dask.bag
@@ -73,19 +75,17 @@ def test_one_worker_is_plain_skorch(client, chunks):
 @pytest.mark.parametrize("sync_every", MODES)
 def test_how_the_array_is_cut_does_not_matter(client, sync_every):
     """Ranks hold the same rows, in the same order, whatever the chunks of X and of y."""
-    X, y = digits(303)
-    net = make_net(CNN3, **DOUBLE)
+    X, y = digits(203)
+    net = make_net(CNN3, **DOUBLE, max_epochs=2)
     forms = [
         (chunked(X, 100), y),
-        (chunked(X, (1, 2, 200, 100)), da.from_array(y, chunks=30)),
-        (chunked(X, 303), da.from_array(y, chunks=303)),
+        (chunked(X, (1, 2, 150, 50)), da.from_array(y, chunks=30)),
+        (chunked(X, 203), da.from_array(y, chunks=203)),
         (da.from_array(X, chunks=(100, 1, 3, 8)), y),
         (with_unknown_chunks(X, 90), da.from_array(y, chunks=70)),
         (chunked(X, 77), with_unknown_chunks(y, 70)),
     ]
-    fits = [
-        fit_daskps(client, net, *form, sync_every=sync_every, n_workers=3) for form in forms
-    ]
+    fits = [fit_daskps(client, net, *form, sync_every=sync_every, n_workers=3) for form in forms]
     assert fits[0].report_.world_size == 3
     assert all(identical(fits[0], other) for other in fits[1:])
     for other in fits[1:]:
@@ -187,6 +187,16 @@ def test_the_array_is_never_gathered(client, session_client, monkeypatch):
     assert distance(ours, fit_daskps(client, net, chunked(X, 50), y, n_workers=2)) == 0
 
 
+def test_many_rows(client):
+    """BR-49: neither labels nor row numbers are sent in a graph."""
+    array = da.random.random((1_500_000, 2), chunks=(300_000, 2))
+    y = np.arange(1_500_000) % 3
+    net = make_net(Flat, module__n_in=2, module__n_out=3, max_epochs=0, train_split=None)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Sending large graph")
+        assert fit_daskps(client, net, array, y, n_workers=1).report_.world_size == 1
+
+
 def refuse_in_this_process(block):
     from distributed import get_worker
 
@@ -247,7 +257,7 @@ def fail_late(block, block_info=None):
 def test_collections_that_are_no_arrays(client):
     """BR-29: one error that names what is accepted."""
     bag = dask.bag.from_sequence(range(10), npartitions=2)
-    with pytest.raises(TypeError, match="X must be an array, of numpy, torch or dask, got Bag"):
+    with pytest.raises(TypeError, match=r"X must be an array.*numpy.*got Bag"):
         fit_daskps(client, make_net(CNN3), bag, np.arange(10) % 2)
 
 
@@ -267,4 +277,4 @@ def test_boom(client):
     assert "Raised on rank 1 of 3, epoch 1, step 2 of 3." in caught.value.__notes__
     X[45, 0, 0, 0] = 0
     ours = fit_daskps(client, net, chunked(X, 30), y, n_workers=3)
-    assert all(np.isfinite(value).all() for value in state(ours).values())
+    assert all(torch.isfinite(value).all() for value in state(ours).values())

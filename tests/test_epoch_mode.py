@@ -68,9 +68,7 @@ class AloneThenAveraged:
 
 
 def optimizer_state(net):
-    return [
-        value for held in net.optimizer_.state.values() for value in held.values() if value is not None
-    ]
+    return [value for held in net.optimizer_.state.values() for value in held.values() if value is not None]
 
 
 def mean_into(lists, shares):
@@ -276,7 +274,7 @@ def test_rows_sorted_by_label(client, sync_every):
     X, y = separable(200, 4, by=1.0)
     by_label = np.argsort(y, kind="stable")
     net = make_net(
-        CNN3, module__n=4, max_epochs=10, batch_size=10, train_split=None,
+        CNN3, module__n=4, max_epochs=10, batch_size=20, train_split=None,
         iterator_train__shuffle=True, optimizer=torch.optim.SGD, lr=0.2,
     )  # fmt: skip
     settings = {"sync_every": sync_every, "n_workers": 4, "random_state": 0}

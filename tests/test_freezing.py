@@ -1,3 +1,5 @@
+import threading
+
 import pytest
 import torch
 from skorch import NeuralNetClassifier
@@ -93,3 +95,36 @@ class TestCopied:
         assert dict(net.callbacks_)["mine"].seen_ == []
         assert net.optimizer_.param_groups[0]["lr"] == 0.5
         assert net.optimizer_.state[net.module_.weight]["momentum_buffer"].abs().max() > 0
+
+
+class TestSettings:
+    def test_frozen_parameters_stay_frozen(self):
+        net = trained()
+        net.module_.bias.requires_grad_(False)
+        other = thaw(freeze(net))
+        assert not other.module_.bias.requires_grad
+        assert other.module_.weight.requires_grad
+
+    def test_learning_rate_that_was_set_is_kept(self):
+        net = trained().set_params(lr=0.125)
+        assert thaw(freeze(net)).optimizer_.param_groups[0]["lr"] == 0.125
+
+
+class TestCallbacks:
+    def test_of_the_parameters_are_those_in_use(self):
+        net = trained(callbacks=[("mine", Callback()), ("lr", LRScheduler("StepLR", step_size=1))])
+        other = thaw(freeze(net))
+        in_use = dict(other.callbacks_)
+        assert [name for name, _ in other.callbacks] == ["mine", "lr"]
+        assert all(in_use[name] is callback for name, callback in other.callbacks)
+
+    def test_attributes_that_are_no_parameters_are_kept(self):
+        net = trained(callbacks=[("mine", Callback())])
+        dict(net.callbacks_)["mine"].losses = [1.0]
+        assert dict(thaw(freeze(net)).callbacks_)["mine"].losses == [1.0]
+
+    def test_one_that_cannot_be_pickled_is_named(self):
+        net = trained(callbacks=[("fine", Callback()), ("locked", Callback())])
+        dict(net.callbacks_)["locked"].lock_ = threading.Lock()
+        with pytest.raises(TypeError, match="'locked'"):
+            freeze(net)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -13,22 +15,22 @@ import pytest
 import torch
 from conftest import local_cluster
 from distributed import Client, SubprocessCluster
-from nets import CNN3, Boom, Logged, read
-from probes import address, leftovers, wait_until
-from reference import distance, fit_daskps, fit_plain, identical, make_net, separable, state, xy
+from nets import CNN3, Boom, Gated, Logged, read
+from probes import leftovers, wait_until
+from reference import identical, make_net, separable, state, xy
 from skorch.callbacks import Callback
 
 import daskps
-from daskps import DistributedCNNClassifier, InstallationError
+from daskps import ClusterTooSmallError, DistributedCNNClassifier, InstallationError
 from daskps._launch import open_run
 from daskps._spec import HELLO, SCHEDULER_PLUGIN, WORKER_PLUGIN
-from daskps.exceptions import RunAbortedError
 
 MODES = ["batch", "epoch"]
 
 
 def small_net(**options):
-    return make_net(CNN3, **{"module__n": 3, "batch_size": 16, "train_split": None, **options})
+    module = options.pop("module", CNN3)
+    return make_net(module, **{"module__n": 3, "batch_size": 16, "train_split": None, **options})
 
 
 def fit_seeded(client, net, X, y, **options):
@@ -204,6 +206,25 @@ def test_interrupt_while_the_ranks_train(client, tmp_path):
     torch.manual_seed(0)
 
 
+def test_ctrl_c(client, tmp_path):
+    """The signal itself, while the client waits for its ranks."""
+    X, y = xy(120, 3)
+    log, gate = tmp_path / "log", tmp_path / "gate"
+    net = small_net(module=Gated, module__path=str(log), module__gate=str(gate))
+
+    def interrupt():
+        wait_until(log.exists)
+        os.kill(os.getpid(), signal.SIGINT)
+        gate.touch()
+
+    with ThreadPoolExecutor(1) as pool:
+        interrupting = pool.submit(interrupt)
+        ours = fit_seeded(client, net, X, y, n_workers=2)
+        interrupting.result()
+    assert len(ours.history_) == 0
+    assert len(read(log)) < 2 * 3 * 8
+
+
 class Raises(Callback):
     def on_epoch_end(self, net, **kwargs):
         raise LookupError("my own")
@@ -253,8 +274,6 @@ def test_annotated_workers(client, session_client, tmp_path):
 
 
 def pid():
-    import os
-
     return os.getpid()
 
 
@@ -371,13 +390,16 @@ def two_workers(tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("subprocesses"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", ":".join(path for path in sys.path if path))
-        with SubprocessCluster(
-            n_workers=2,
-            threads_per_worker=1,
-            dashboard_address=":0",
-            worker_class="distributed.Worker",
-            worker_kwargs={"local_directory": folder},
-        ) as cluster, Client(cluster, set_as_default=False) as client:
+        with (
+            SubprocessCluster(
+                n_workers=2,
+                threads_per_worker=1,
+                dashboard_address=":0",
+                worker_class="distributed.Worker",
+                worker_kwargs={"local_directory": folder},
+            ) as cluster,
+            Client(cluster, set_as_default=False) as client,
+        ):
             client.wait_for_workers(2, timeout=60)
             yield client
 
@@ -386,9 +408,10 @@ def test_the_scheduler_imports_neither_torch_nor_skorch(two_workers):
     """Nor while it unpickles the graphs of fits and predictions on dask arrays."""
     X, y = separable(120, 3)
     chunked = da.from_array(X, chunks=(50, 1, 8, 8))
+    net = small_net(max_epochs=1)
     for sync_every in MODES:
-        for rows, net in ((X, small_net()), (chunked, small_net()), (chunked, None)):
-            ours = fit_seeded(two_workers, net, rows, y, sync_every=sync_every)
+        for rows, given in ((X, net), (chunked, net), (chunked, None)):
+            ours = fit_seeded(two_workers, given, rows, y, sync_every=sync_every)
             assert ours.report_.world_size == 2
             assert ours.report_.ranks[0].rounds > 0
     with two_workers.as_current():
@@ -408,6 +431,17 @@ def test_the_scheduler_is_of_another_version(two_workers, monkeypatch):
         assert part in str(caught.value)
     monkeypatch.undo()
     assert fit_seeded(two_workers, small_net(), X, y).report_.world_size == 2
+
+
+def test_the_clients_patience_counts(two_workers):
+    """The setting is the client's, who waits, wherever the scheduler runs."""
+    X, y = xy(120, 3)
+    with (
+        dask.config.set({"daskps.timeouts.workers": "200ms"}),
+        pytest.raises(ClusterTooSmallError) as caught,
+    ):
+        fit_seeded(two_workers, small_net(), X, y, n_workers=3)
+    assert "daskps.timeouts.workers (0.2 s)" in str(caught.value)
 
 
 def test_the_scheduler_keeps_nothing(two_workers):

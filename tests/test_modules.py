@@ -140,9 +140,7 @@ def test_cnn_standardises_its_input(shape, mean, std):
     torch.manual_seed(0)
     standardised = CNN(shape, 3, dtype=torch.float64).eval()
     X = rows(shape, dtype=torch.float64)
-    torch.testing.assert_close(
-        raw(X * torch.as_tensor(std) + torch.as_tensor(mean)), standardised(X)
-    )
+    torch.testing.assert_close(raw(X * torch.as_tensor(std) + torch.as_tensor(mean)), standardised(X))
 
 
 @pytest.mark.parametrize("std", [0.0, 1e-60])

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from daskps._random import LOCK, seeded, stream
+from daskps._random import LOCK, Stream, seeded, stream
 
 
 def draw():
@@ -77,3 +77,35 @@ class TestStream:
 
     def test_order_of_the_key_matters(self):
         assert stream(1, 2, 3) != stream(1, 3, 2)
+
+
+class TestOwnStream:
+    def test_goes_on_where_it_was_left(self):
+        one, other = Stream(3), Stream(3)
+        with one.drawn():
+            at_once = [draw(), draw()]
+        found = []
+        for _ in range(2):
+            draw()
+            with other.drawn():
+                found.append(draw())
+        assert found == at_once
+
+    def test_leaves_the_numbers_of_the_process_alone(self):
+        with seeded(0):
+            expected = [draw(), draw()]
+        with seeded(0):
+            stream = Stream(3)
+            found = [draw()]
+            with stream.drawn():
+                draw()
+            found.append(draw())
+        assert found == expected
+
+    def test_is_put_back_after_an_error(self):
+        with seeded(0):
+            expected = draw()
+        with seeded(0):
+            with pytest.raises(KeyError), Stream(3).drawn():
+                raise KeyError
+            assert draw() == expected

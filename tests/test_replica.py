@@ -233,7 +233,7 @@ class TestMeeting:
         replica.train_step(batch())
         ((weight, loss),) = replica.sync_.calls
         assert weight == 8.0
-        assert np.isnan(loss)
+        assert loss == pytest.approx(net_for(OwnLoss).train_step_single(batch())["loss"].item())
         replica.train_step(batch(5))
         assert replica.sync_.calls[1][0] == 5.0
 
@@ -265,6 +265,55 @@ class TestIdleStep:
         before = replica.module_.bias.detach().clone()
         replica.idle_step()
         assert (before - replica.module_.bias).tolist() == pytest.approx([0.1] * 3)
+
+
+class OwnSteps(NeuralNetClassifier):
+    """Two meetings in each step."""
+
+    def train_step(self, batch, **fit_params):
+        for _ in range(2):
+            self._zero_grad_optimizer()
+            step = self.train_step_single(batch)
+            named = list(self.module_.named_parameters())
+            self.notify("on_grad_computed", named_parameters=named, batch=batch)
+        self.optimizer_.step()
+        return step
+
+
+class TestShadowStep:
+    def test_is_for_nets_with_steps_of_their_own(self):
+        assert not synchronised(net_for(UsersNet)).steps_its_own_way_
+        assert synchronised(net_for(OwnSteps)).steps_its_own_way_
+
+    def test_meets_as_often_as_a_step_and_its_rows_count_nothing(self):
+        replica = synchronised(net_for(OwnSteps))
+        assert replica.shadow_step(batch()) == 7.0
+        assert [weight for weight, _ in replica.sync_.calls] == [0.0, 0.0]
+        assert replica.step_weight_ == 0.0
+
+    def test_rows_count_again_afterwards(self):
+        replica = synchronised(net_for(OwnSteps))
+        replica.shadow_step(batch())
+        replica.train_step(batch(5))
+        assert [weight for weight, _ in replica.sync_.calls] == [0.0, 0.0, 5.0, 5.0]
+
+
+class AddsToLoss(NeuralNetClassifier):
+    def train_step_single(self, batch, **fit_params):
+        step = super().train_step_single(batch, **fit_params)
+        return {**step, "loss": step["loss"] + 1.0}
+
+
+class TestLoss:
+    def test_of_the_step_is_the_one_that_ranks_share(self):
+        """Not that of get_loss: an optimizer's closure returns what the step does."""
+        net = net_for(AddsToLoss)
+        replica = synchronised(net)
+        outcome = replica.train_step(batch())
+        ((weight, loss),) = replica.sync_.calls
+        assert weight == 8.0
+        assert loss == pytest.approx(net.train_step_single(batch())["loss"].item())
+        assert outcome["loss"].item() == 7.0
 
 
 class TestInput:

@@ -46,9 +46,7 @@ def test_a_dask_array_too(client):
     X, y = digits(203, np.float32)
     chunked = da.from_array(X, chunks=(60, 1, 8, 8))
     net = make_net(CNN3, **NOISY)
-    first, second = (
-        fit_daskps(client, net, chunked, y, n_workers=2, random_state=0) for _ in range(2)
-    )
+    first, second = (fit_daskps(client, net, chunked, y, n_workers=2, random_state=0) for _ in range(2))
     assert identical(first, second)
 
 

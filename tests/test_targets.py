@@ -69,7 +69,7 @@ def no_cluster(monkeypatch):
 def test_labels_come_back_as_they_were(client, kind):
     y = LABELS[kind]
     labels = LogisticRegression().fit(np.eye(60), np.asarray(y) if kind == "tensor" else y).classes_
-    positions = np.searchsorted(labels, y)
+    positions = np.searchsorted(labels, np.asarray(y))
     X = images(positions)
     ours = est(client, n=len(labels)).fit(X, y)
     assert ours.report_.world_size == 3

@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
+import socket
+import threading
+
 import numpy as np
 
 from daskps._aggregators import combine
+from daskps._links import SocketLink
+from daskps._rounds import RoundServer
 from daskps._server import ParameterServer
-from daskps._spec import Contribution
+from daskps._spec import Ticket
+from daskps._transport import SocketChannel
 
 PARAMETERS = 421_642
-RUN = "benchmark"
-
-
-def contributions(world_size, round_=0):
-    rng = np.random.default_rng(0)
-    return [
-        Contribution(
-            run_id=RUN,
-            generation=0,
-            rank=rank,
-            round=round_,
-            weight=16.0,
-            reduction="mean",
-            buffer=rng.standard_normal(PARAMETERS, dtype=np.float32),
-        )
-        for rank in range(world_size)
-    ]
+RUN = "0" * 32
 
 
 class Combine:
@@ -35,23 +25,43 @@ class Combine:
     param_names = ("world_size",)
 
     def setup(self, world_size):
-        self.contributions = contributions(world_size)
+        rng = np.random.default_rng(0)
+        values = [rng.standard_normal(PARAMETERS, dtype=np.float32) for _ in range(world_size)]
+        self.readers = [lambda start, stop, held=held: held[start:stop] for held in values]
+        self.out = np.empty(PARAMETERS, np.float32)
 
     def time_combine(self, world_size):
-        combine(self.contributions)
+        combine(self.readers, 16.0 * world_size, self.out)
 
 
 class Round:
-    """A round as the server sees it: contributions checked and collected, then combined."""
+    """A whole round through sockets, all ranks in threads of this process."""
 
     params = (2, 8)
     param_names = ("world_size",)
 
     def setup(self, world_size):
-        self.contributions = contributions(world_size)
-
-    def time_first_round(self, world_size):
         server = ParameterServer(RUN, world_size)
-        for contribution in self.contributions:
-            complete = server.push(contribution)
-        combine(complete)
+        self.rounds = RoundServer(server, 60.0, lambda: None)
+        self.rounds.agree(4 * PARAMETERS)
+        self.channels = [self._join(rank, world_size) for rank in range(world_size)]
+        self.values = np.ones(PARAMETERS, np.float32)
+
+    def _join(self, rank, world_size):
+        ours, theirs = socket.socketpair()
+        self.rounds.attach(rank, SocketLink(ours))
+        return SocketChannel(theirs, Ticket(RUN, 0, rank, world_size), 4 * PARAMETERS, 60.0)
+
+    def teardown(self, world_size):
+        for channel in self.channels:
+            channel.close()
+
+    def time_round(self, world_size):
+        def push_pull(channel):
+            channel.push_pull(self.values, 16.0, "mean")
+
+        threads = [threading.Thread(target=push_pull, args=(c,)) for c in self.channels]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
