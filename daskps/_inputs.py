@@ -14,6 +14,7 @@ from sklearn.utils import assert_all_finite
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import (
     _check_feature_names,
+    _check_n_features,
     _check_sample_weight,
     check_array,
     check_consistent_length,
@@ -99,12 +100,18 @@ def check_X(estimator: BaseEstimator, X: Any, reset: bool) -> Any:
         return {name: _check_part(name, part) for name, part in X.items()}
     if not is_dask(X):
         return _check_array(estimator, _local(X), reset)
+    if getattr(X, "ndim", 0) > 1:
+        _check_features(estimator, X, reset)
     if hasattr(X, "to_dask_array"):
-        _check_feature_names(estimator, X.head(1, npartitions=-1), reset=reset)
         X = X.to_dask_array(lengths=True) if reset else X.to_dask_array()
-    elif reset and hasattr(X, "ndim"):
-        estimator.n_features_in_ = X.shape[1] if X.ndim > 1 else 1
     return _check_dask(X, reset)
+
+
+def _check_features(estimator: BaseEstimator, X: Any, reset: bool) -> None:
+    """Note number and names of the features of a dask collection, or compare them."""
+    seen = X.head(1, npartitions=-1) if hasattr(X, "to_dask_array") else X
+    _check_feature_names(estimator, seen, reset=reset)
+    _check_n_features(estimator, seen, reset=reset)
 
 
 def _check_array(estimator: BaseEstimator, X: Any, reset: bool) -> np.ndarray:

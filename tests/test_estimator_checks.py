@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import dask.array as da
 import numpy as np
 import pandas as pd
 import pytest
@@ -37,7 +38,6 @@ class TestAgainstTheCurrentClient:
     @pytest.mark.parametrize(
         "name",
         [
-            "check_classifiers_train",
             "check_estimators_partial_fit_n_features",
             "check_fit2d_1sample",
             "check_fit_idempotent",
@@ -172,6 +172,16 @@ class TestFeatures:
         fitted.set_params(net__module__n_in=5).fit(X.to_numpy()[:, :5], y)
         assert fitted.n_features_in_ == 5
         assert not hasattr(fitted, "feature_names_in_")
+
+    def test_a_dask_array_has_no_names(self, client, frame):
+        X, y = frame
+        fitted = flat_est(client).fit(X, y)
+        array = da.from_array(X.to_numpy(), chunks=(20, 6))
+        fitted.fit(array, y)
+        assert fitted.n_features_in_ == 6
+        assert not hasattr(fitted, "feature_names_in_")
+        with pytest.raises(ValueError, match=r"X has 5 features, but .* is expecting 6 features"):
+            fitted.predict(array[:, :5])
 
     def test_of_images_are_their_channels(self, client):
         assert est(client).fit(*xy(40, 10)).n_features_in_ == 1

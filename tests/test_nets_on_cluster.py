@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import pickle
-
 import numpy as np
 import pytest
 import torch
 from nets import CNN3, Heads, Strange
 from reference import ADAM, PLAIN_SGD, distance, fit_daskps, fit_plain, state
 from skorch import NeuralNetBinaryClassifier
-from skorch.callbacks import BatchScoring, Callback, EpochScoring, LRScheduler
+from skorch.callbacks import BatchScoring, Callback, EpochScoring
 from skorch.dataset import Dataset, ValidSplit
 from skorch.helper import predefined_split
 from skorch_parity import (
@@ -421,14 +419,6 @@ def test_gpu_where_there_is_none(client):
     """BR-59: one error that names it, before anything is sent."""
     with pytest.raises(ValueError, match=r"device='cuda'.*(?i:cuda)"):
         fit_daskps(client, net(device="cuda"), *data(), n_workers=2)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_on_a_gpu_everything_that_is_kept_is_on_the_cpu(client):
-    """BR-59."""
-    callbacks = [("lr", LRScheduler("StepLR", step_size=1))]
-    ours = fit_daskps(client, net(device="cuda", callbacks=callbacks), *data(), n_workers=2)
-    assert b"cuda" not in pickle.dumps(ours).replace(b"device='cuda'", b"")
 
 
 def test_compiled_by_a_backend_that_needs_no_compiler(client):

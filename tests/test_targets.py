@@ -87,8 +87,8 @@ def test_labels_come_back_as_they_were(client, kind):
 def test_a_search_over_strings(client, sync_every):
     X, y = separable(60, 3)
     names = ANIMALS[y]
-    trained = est(client, sync_every=sync_every).set_params(net__max_epochs=20)
-    search = GridSearchCV(trained, {"net__lr": [0.05]}, cv=3, scoring="accuracy", error_score="raise")
+    trained = est(client, sync_every=sync_every).set_params(net__max_epochs=8)
+    search = GridSearchCV(trained, {"net__lr": [0.2]}, cv=3, scoring="accuracy", error_score="raise")
     search.fit(X, names)
     assert search.best_score_ == search.score(X, names) == 1.0
     assert search.classes_.tolist() == ["cat", "dog", "eel"]
