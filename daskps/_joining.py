@@ -71,16 +71,19 @@ async def _share_memory(comm: Comm, rounds: RoundServer, timeout: float) -> Shar
     listener, name = _sharedmemory.listen()
     token = secrets.token_bytes(TOKEN_BYTES)
     passing = asyncio.create_task(_pass_memory(listener, token, rounds))
+    link = None
     try:
         await comm.write({"status": "OK", "road": "shared-memory", "name": name, "token": token})
         verdict = await asyncio.wait_for(comm.read(), timeout)
         if verdict["mapped"]:
-            return await asyncio.wait_for(passing, timeout)
-        return None
+            link = await asyncio.wait_for(passing, timeout)
+        return link
     finally:
         passing.cancel()
         await asyncio.wait([passing])  # it still looks at the listener
         listener.close()
+        if link is None and not passing.cancelled() and passing.exception() is None:
+            passing.result().close()  # the rank could not map what it got, or is gone
 
 
 async def _pass_memory(listener: socket.socket, token: bytes, rounds: RoundServer) -> SharedMemoryLink:

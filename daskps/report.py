@@ -25,7 +25,8 @@ class RankEpoch:
     bytes : int
         Sent and received.
     transport : str
-        'shared-memory' or 'comm', or 'none' if there was one rank.
+        'shared-memory', 'comm', or 'comm (messages)' where Dask had no socket to hand over; 'none' if
+        there was one rank.
     """
 
     epoch: int

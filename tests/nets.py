@@ -130,6 +130,19 @@ class Built(CNN3):
         write(path, pid=os.getpid())
 
 
+class Stalled(CNN3):
+    """Waits for a file if a pixel is 99."""
+
+    def __init__(self, n=10, path=None):
+        super().__init__(n)
+        self.path = path
+
+    def forward(self, X):
+        if (X == 99).any():
+            wait_until(lambda: os.path.exists(os.path.join(self.path, "go")))
+        return super().forward(X)
+
+
 class Heads(nn.Module):
     """One layer for all rows, one that only rows marked in the first pixel use, one that none does."""
 

@@ -31,6 +31,9 @@ from daskps.exceptions import (
     WorkerLostError,
 )
 
+# What nobody closed says so when it is collected.
+pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+
 SOCKETS = ["unix", "tcp"]
 ROADS = {
     "unix": ("unix",),
@@ -439,12 +442,12 @@ class TestRankThatCloses:
 
 class TestDeadline:
     def test_names_the_ranks_that_did_not_contribute_and_the_setting(self):
-        with hub(4, patience=0.2) as opened:
+        with hub(4, patience=2.0) as opened:
             channels = [opened.channel(rank) for rank in range(4)]
             errors = outcomes(*(push_pull(channels[rank], np.ones(3)) for rank in (1, 3)))
             for error in errors:
                 assert type(error) is RoundTimeoutError
-                assert "Round 0 waited 0.2 s for ranks [0, 2]." in str(error)
+                assert "Round 0 waited 2 s for ranks [0, 2]." in str(error)
                 assert "daskps.timeouts.round" in str(error)
             # The others learn it as soon as they ask.
             for rank in (0, 2):
@@ -473,12 +476,12 @@ class TestDeadline:
 
     def test_begins_when_the_first_rank_waits(self):
         """Between two epochs the client works, and no rank waits for another."""
-        with hub(2, patience=0.2) as opened:
+        with hub(2, patience=1.0) as opened:
             channels = [opened.channel(rank) for rank in range(2)]
             for _ in range(2):
                 results = outcomes(*(push_pull(channel, np.ones(3)) for channel in channels))
                 assert [result.tolist() for result in results] == [[1.0] * 3] * 2
-                assert not opened.ended.wait(1.0)
+                assert not opened.ended.wait(2.0)
 
 
 class TestRefusal:

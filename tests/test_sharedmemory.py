@@ -17,7 +17,11 @@ from ranks import fds, hub, new_fds
 from daskps import _joining, _sharedmemory
 from daskps._sharedmemory import Segment
 
-pytestmark = pytest.mark.skipif(not _sharedmemory.is_available(), reason="needs memfd_create")
+pytestmark = [
+    pytest.mark.skipif(not _sharedmemory.is_available(), reason="needs memfd_create"),
+    # What nobody closed says so when it is collected.
+    pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning"),
+]
 
 ANOTHER_USER = 65534
 

@@ -8,7 +8,7 @@ from skorch import NeuralNetClassifier
 from skorch.callbacks import GradientNormClipping
 from torch import nn
 
-from daskps._sync import Alone, GradientSync, LocalSGD
+from daskps._sync import Alone, GradientSync, LocalSGD, capacity
 
 N_FEATURES, N_CLASSES = 4, 3
 PLAIN = {"optimizer": torch.optim.SGD, "lr": 0.1}
@@ -619,6 +619,37 @@ class TestOptimizerState:
         net = net_for(**LBFGS)
         for replica in train_ranks(net, local(), SHARDS):
             assert not replica.uniform_
+
+
+class TestCapacity:
+    """What ranks agree on when they join: how much one round may carry."""
+
+    @pytest.mark.parametrize("module", [Dense, Normalised, Heads, Counting])
+    @pytest.mark.parametrize(("make_sync", "n_meetings"), [(batch_mode, 4), (local(1), 4), (local(), 1)])
+    def test_is_enough_for_gradients_and_averages_to_take_one_round_each(
+        self, module, make_sync, n_meetings
+    ):
+        net = net_for(module, **PLAIN)
+        buffers = list(net.module_.buffers())
+        of_buffers = any(b.is_floating_point() for b in buffers) and make_sync is batch_mode
+        of_integers = any(not b.is_floating_point() for b in buffers)
+        of_optimizer_state = make_sync is not batch_mode
+        expected = n_meetings + of_buffers + of_integers + of_optimizer_state
+        replicas = train_ranks(net, make_sync, [BATCHES, BATCHES])
+        assert [replica.n_rounds_ for replica in replicas] == [expected] * 2
+
+    @pytest.mark.parametrize("idle", [False, True])
+    def test_is_no_bound_for_optimizer_state_which_takes_several_rounds(self, idle):
+        """Also of a rank that has none, and so does not know how many."""
+        net = net_for(**ADAM)
+        n_bytes = -(-capacity(net) // 64) * 64
+        n_slots = 3 * len(list(net.module_.parameters()))
+        size = 2 * sum(p.numel() for p in net.module_.parameters()) + n_slots // 3 + n_slots + 1
+        n_rounds = -(-8 * size // n_bytes)
+        assert n_rounds > 1
+        replicas = train_ranks(net, local(), [SHARDS[0], [None] * 3 if idle else SHARDS[1]], epochs=2)
+        per_epoch = 1 + 1 + n_rounds  # of parameters, of the number of bytes, of state
+        assert [replica.n_rounds_ for replica in replicas] == [2 * per_epoch] * 2
 
 
 class TestLBFGS:

@@ -1,0 +1,230 @@
+"""The roads that values take on a real cluster, whose scheduler lives in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+import dask
+import numpy as np
+import pytest
+from conftest import local_cluster
+from distributed import Client, Security
+from nets import CNN3, Boom, Stalled
+from probes import wait_until
+from ranks import fds, new_fds, round_threads
+from reference import ADAM, digits, distance, identical, make_net, separable
+
+from daskps import DistributedCNNClassifier, _joining, _sharedmemory
+from daskps.exceptions import RoundTimeoutError
+
+MODES = ["batch", "epoch", 2]
+NOISY = {"module__dropout": 0.5, "iterator_train__shuffle": True, "max_epochs": 2}
+MESSAGES = "comm (messages)"
+
+
+def cannot_be_taken(comm):
+    return False
+
+
+@pytest.fixture
+def messages(monkeypatch):
+    """Dask goes on reading and writing the ranks' connections."""
+    monkeypatch.setattr(_joining, "can_be_taken", cannot_be_taken)
+
+
+@pytest.fixture(params=["auto", "comm", MESSAGES])
+def transport(request):
+    """One road after the other."""
+    if request.param == MESSAGES:
+        request.getfixturevalue("messages")
+    with dask.config.set({"daskps.transport": request.param.split()[0]}):
+        yield request.param
+
+
+def fit(client, net, X, y, transport=None, **options):
+    chosen = {} if transport is None else {"daskps.transport": transport}
+    options = {"random_state": 7, "n_workers": 3, **options}
+    with dask.config.set(chosen):
+        return DistributedCNNClassifier(net, client=client, **options).fit(X, y)
+
+
+def roads(fitted):
+    """The road of every rank, which is the same in every epoch."""
+    taken = {}
+    for entry in fitted.report_.ranks:
+        assert taken.setdefault(entry.rank, entry.transport) == entry.transport
+    return [taken[rank] for rank in sorted(taken)]
+
+
+# The same bits, whichever road
+
+
+@pytest.mark.parametrize("sync_every", MODES)
+def test_all_roads_give_the_same_bits(client, sync_every, monkeypatch):
+    X, y = digits(403, np.float32)
+    net = make_net(CNN3, **NOISY, **ADAM)
+    shared = fit(client, net, X, y, "auto", sync_every=sync_every)
+    comm = fit(client, net, X, y, "comm", sync_every=sync_every)
+    monkeypatch.setattr(_joining, "can_be_taken", cannot_be_taken)
+    messages = fit(client, net, X, y, "comm", sync_every=sync_every)
+    assert roads(shared) == ["shared-memory"] * 3
+    assert roads(comm) == ["comm"] * 3
+    assert roads(messages) == [MESSAGES] * 3
+    for other in (comm, messages):
+        assert identical(shared, other)
+        assert shared.history_[:, "train_loss"] == other.history_[:, "train_loss"]
+        assert shared.history_[:, "valid_loss"] == other.history_[:, "valid_loss"]
+        for ours, theirs in zip(shared.report_.ranks, other.report_.ranks, strict=True):
+            assert (ours.rounds, ours.bytes) == (theirs.rounds, theirs.bytes)
+    another = fit(client, net, X, y, "comm", sync_every=sync_every, random_state=8)
+    assert distance(shared, another) > 1e-3
+
+
+def test_ranks_of_one_run_may_take_different_roads(client, monkeypatch):
+    """One rank gets memory, one a socket, and one neither."""
+    X, y = digits(203, np.float32)
+    net = make_net(CNN3, **NOISY)
+    expected = fit(client, net, X, y)
+    one_by_one, original = asyncio.Lock(), _joining.join
+
+    async def join(comm, rounds, rank, shared_memory, timeout):
+        async with one_by_one:
+            with monkeypatch.context() as patch:
+                if rank == 2:
+                    patch.setattr(_joining, "can_be_taken", cannot_be_taken)
+                return await original(comm, rounds, rank, shared_memory and rank == 0, timeout)
+
+    monkeypatch.setattr(_joining, "join", join)
+    mixed = fit(client, net, X, y)
+    assert roads(mixed) == ["shared-memory", "comm", MESSAGES]
+    assert identical(mixed, expected)
+
+
+def test_without_memory_to_share_ranks_take_the_other_road(client, monkeypatch):
+    def reserve(n_bytes):
+        raise OSError("there is no memory")
+
+    X, y = digits(203, np.float32)
+    net = make_net(CNN3, **NOISY)
+    expected = fit(client, net, X, y, "auto")
+    monkeypatch.setattr(_sharedmemory, "reserve", reserve)
+    other = fit(client, net, X, y, "auto")
+    assert roads(expected) == ["shared-memory"] * 3
+    assert roads(other) == ["comm"] * 3
+    assert identical(other, expected)
+
+
+def test_setting_is_that_of_the_client_and_must_exist(client):
+    X, y = separable(60, 3)
+    with pytest.raises(ValueError, match=r"daskps\.transport must be one of .*, got 'tcp' instead"):
+        fit(client, make_net(CNN3, module__n=3), X, y, "tcp")
+    assert roads(fit(client, make_net(CNN3, module__n=3), X, y, "shared-memory")) == ["shared-memory"] * 3
+
+
+def test_one_rank_exchanges_nothing(client):
+    X, y = separable(60, 3)
+    alone = fit(client, make_net(CNN3, module__n=3), X, y, n_workers=1)
+    assert roads(alone) == ["none"]
+    assert {(entry.rounds, entry.bytes) for entry in alone.report_.ranks} == {(0, 0)}
+
+
+# Other clusters
+
+
+@pytest.fixture(scope="module")
+def tls_client():
+    pytest.importorskip("cryptography")
+    security = Security.temporary()
+    with (
+        local_cluster(n_workers=2, processes=True, security=security) as cluster,
+        Client(cluster, set_as_default=False) as client,
+    ):
+        assert cluster.scheduler_address.startswith("tls://")
+        yield client
+
+
+def test_on_tls_all_roads_give_the_bits_of_a_cluster_without(client, tls_client, monkeypatch):
+    X, y = digits(203, np.float32)
+    net = make_net(CNN3, **NOISY)
+    expected = fit(client, net, X, y, n_workers=2)
+    shared = fit(tls_client, net, X, y, "auto", n_workers=2)
+    comm = fit(tls_client, net, X, y, "comm", n_workers=2)
+    monkeypatch.setattr(_joining, "can_be_taken", cannot_be_taken)
+    messages = fit(tls_client, net, X, y, "comm", n_workers=2)
+    found = [roads(fitted) for fitted in (shared, comm, messages)]
+    assert found == [["shared-memory"] * 2, ["comm"] * 2, [MESSAGES] * 2]
+    assert all(identical(fitted, expected) for fitted in (shared, comm, messages))
+
+
+@pytest.mark.parametrize("setting", ["auto", "comm"])
+def test_on_a_cluster_within_this_process(client, setting):
+    X, y = digits(203, np.float32)
+    net = make_net(CNN3, **NOISY)
+    with (
+        local_cluster(n_workers=2, processes=False) as inside,
+        Client(inside, set_as_default=False) as own,
+    ):
+        fitted = fit(own, net, X, y, setting, n_workers=None)
+    assert roads(fitted) == ["none"]
+    assert identical(fitted, fit(client, net, X, y, n_workers=1))
+
+
+# What is left
+
+
+def quiet(before, interval):
+    """Neither a thread, nor a descriptor, nor a setting of the interpreter is left of a run."""
+    wait_until(lambda: round_threads() == [], what=lambda: f"left: {round_threads()}")
+    wait_until(lambda: sys.getswitchinterval() == interval)
+    assert [name for _, name in new_fds(before) if "memfd" in name] == []
+    assert "@daskps-" not in Path("/proc/net/unix").read_text()
+    wait_until(lambda: len(fds()) <= len(before), what=lambda: f"left: {new_fds(before)}")
+
+
+def test_nothing_is_left_of_fits(client, transport):
+    X, y = separable(60, 3)
+    net = make_net(CNN3, module__n=3, max_epochs=2, train_split=None)
+    interval = sys.getswitchinterval()
+    fit(client, net, X, y)  # Dask keeps the connections that it has opened
+    before = fds()
+    for sync_every in MODES:
+        assert set(roads(fit(client, net, X, y, sync_every=sync_every))) == {ROADS[transport]}
+    quiet(before, interval)
+
+
+ROADS = {"auto": "shared-memory", "comm": "comm", MESSAGES: MESSAGES}
+
+
+@pytest.mark.parametrize("sync_every", ["batch", "epoch"])
+def test_nothing_is_left_of_a_fit_that_failed(client, transport, sync_every):
+    X, y = separable(60, 3)
+    X[40] = 99
+    net = make_net(Boom, module__n=3, max_epochs=2, train_split=None)
+    interval = sys.getswitchinterval()
+    for attempt in range(3):
+        with pytest.raises(ValueError, match="boom") as caught:
+            fit(client, net, X, y, sync_every=sync_every)
+        assert any("Raised on rank" in note for note in caught.value.__notes__)
+        del caught
+        if attempt == 0:
+            wait_until(lambda: round_threads() == [])
+            before = fds()
+    quiet(before, interval)
+    assert roads(fit(client, net, X[:40], y[:40], n_workers=2)) == [ROADS[transport]] * 2
+
+
+def test_round_that_takes_too_long_names_the_rank_and_the_setting(client, transport, tmp_path):
+    """On every road the server's sentence arrives, and not only that the connection is closed."""
+    X, y = separable(60, 3)
+    X[:, 0, 0, 0] = np.arange(60)
+    X[7, 0, 0, 0] = 99  # in the first batch, which the ranks share
+    net = make_net(Stalled, module__n=3, module__path=str(tmp_path), train_split=None, batch_size=60)
+    interval = sys.getswitchinterval()
+    sentence = r"ranks \[[\d, ]+\]\. .*daskps\.timeouts\.round"
+    with dask.config.set({"daskps.timeouts.round": "2s"}), pytest.raises(RoundTimeoutError, match=sentence):
+        fit(client, net, X, y)
+    (tmp_path / "go").touch()
+    wait_until(lambda: round_threads() == [] and sys.getswitchinterval() == interval)
+    fit(client, make_net(CNN3, module__n=3, train_split=None), X, y)
