@@ -21,15 +21,30 @@ _lock = threading.Lock()
 _kept: dict[Key, Future] = {}
 
 
-def current_fold() -> np.ndarray | None:
-    """The row numbers of the fold on which a search fits in this thread; None outside of one."""
+def current_fold() -> list[Any]:
+    """What lives as long as the fold on which a search fits in this thread; empty outside of one.
+
+    The fold's row numbers and, where the search runs in this very thread, the object with which it
+    runs its fits: the user may keep the row numbers.
+    """
     frame: Any = sys._getframe()
+    owners: list[Any] = []
     while frame is not None:
-        if frame.f_code.co_name == "_fit_and_score" and frame.f_globals["__name__"].startswith("sklearn."):
-            fold = frame.f_locals.get("train")
-            return fold if isinstance(fold, np.ndarray) else None
+        # Only of these frames: a look at the locals of a frame keeps them alive as long as the frame.
+        if not owners and _fits_a_fold(frame):
+            train = frame.f_locals.get("train")
+            owners = [train] if isinstance(train, np.ndarray) else []
+        elif owners and frame.f_globals.get("__name__") == "joblib.parallel":
+            runner = frame.f_locals.get("self")
+            if isinstance(runner, joblib.Parallel):
+                return [*owners, runner]
         frame = frame.f_back
-    return None
+    return owners
+
+
+def _fits_a_fold(frame: Any) -> bool:
+    named = frame.f_code.co_name == "_fit_and_score"
+    return named and frame.f_globals["__name__"].startswith("sklearn.")
 
 
 def key_of(client: Client, address: str, shard: Any) -> Key:
@@ -46,11 +61,12 @@ def find(key: Key) -> Future | None:
         return Future(kept.key, kept.client)
 
 
-def keep(key: Key, shard: Future, fold: np.ndarray) -> None:
-    """Keep a shard as long as the fold lives."""
+def keep(key: Key, shard: Future, owners: list[Any]) -> None:
+    """Keep a shard as long as all of its owners live."""
     with _lock:
         _kept[key] = Future(shard.key, shard.client)
-    weakref.finalize(fold, _forget, key).atexit = False
+    for owner in owners:
+        weakref.finalize(owner, _forget, key).atexit = False
 
 
 def _forget(key: Key) -> None:

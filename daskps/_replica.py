@@ -40,6 +40,7 @@ class _Synchronised:
     """
 
     sync_: Sync
+    stream_: _random.RankStream | None = None
     cast_: InputCast
     rounds_: int
     weighted_: bool
@@ -107,7 +108,8 @@ class _Synchronised:
             weight = float(len(batch[0]))
         if not self.counts_:
             weight = 0.0
-        combined = self.sync_.gradients(weight, float("nan") if loss is None else loss.item())
+        with nullcontext() if self.stream_ is None else self.stream_.paused():
+            combined = self.sync_.gradients(weight, float("nan") if loss is None else loss.item())
         self.rounds_ += 1
         self.step_weight_ = weight
         if loss is not None:

@@ -103,10 +103,10 @@ class ArraySource:
 
     def place(self, client: Client, cut: Cut, addresses: Sequence[str]) -> list[Future]:
         shards = [self._shard(cut, rank) for rank in range(len(addresses))]
-        fold = _folds.current_fold()
-        if fold is None:
+        owners = _folds.current_fold()
+        if not owners:
             return scatter(client, shards, addresses)
-        return _scatter_once(client, shards, addresses, fold)
+        return _scatter_once(client, shards, addresses, owners)
 
     def batch(self, rows: np.ndarray, training: bool) -> LazyBatch:
         def make() -> tuple:
@@ -234,7 +234,7 @@ def scatter(client: Client, shards: Sequence[Any], addresses: Sequence[str]) -> 
 
 
 def _scatter_once(
-    client: Client, shards: Sequence[Shard], addresses: Sequence[str], fold: np.ndarray
+    client: Client, shards: Sequence[Shard], addresses: Sequence[str], owners: list[Any]
 ) -> list[Future]:
     """Send what no other candidate of the search has sent."""
     keys = [_folds.key_of(client, *pair) for pair in zip(addresses, shards, strict=True)]
@@ -243,7 +243,7 @@ def _scatter_once(
     sent = scatter(client, [shards[r] for r in missing], [addresses[r] for r in missing])
     for rank, future in zip(missing, sent, strict=True):
         futures[rank] = future
-        _folds.keep(keys[rank], future, fold)
+        _folds.keep(keys[rank], future, owners)
     return [future for future in futures if future is not None]
 
 

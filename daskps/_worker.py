@@ -6,7 +6,7 @@ import threading
 import uuid
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -212,8 +212,7 @@ def run_epoch(order: Order, shard: Shard, opening: Opening | None) -> Result | S
             return StateNeeded()
         _state.load_settings(seat.replica, order.settings)
         setup_seconds = perf_counter() - begun
-        with _random.seeded(_random.stream(order.seed, order.epoch, order.ticket.rank)):
-            return _Epoch(seat, order, shard, worker).run(setup_seconds)
+        return _Epoch(seat, order, shard, worker).run(setup_seconds)
 
 
 class _Epoch:
@@ -224,6 +223,7 @@ class _Epoch:
         self.net = seat.replica
         self.order = order
         self.shard = shard
+        self.stream = _random.RankStream(_random.stream(order.seed, order.epoch, order.ticket.rank))
         self.losses = np.full(len(shard.sizes), np.nan)
         self.weights = np.zeros(len(shard.sizes))
         self.predictions: list[Any] = [None] * len(shard.sizes)
@@ -231,18 +231,25 @@ class _Epoch:
         self.reporter = _Reporter(worker, order, self.losses, self.weights, interval)
 
     def run(self, setup_seconds: float) -> Result:
+        self.net.stream_ = self.stream
+        with closing(self.stream):
+            return self._run(setup_seconds)
+
+    def _run(self, setup_seconds: float) -> Result:
         step = -1
         before = replace(self.seat.channel.traffic)
         begun = perf_counter()
         try:
-            self._begin()
+            with self.stream.lent():
+                self._begin()
             for step, size in enumerate(self.shard.sizes):
                 self._step(step, size)
             uniform = self.seat.sync.epoch_ended()
             traffic = self.seat.channel.traffic.since(before)
             seconds = perf_counter() - begun - traffic.wait_seconds - traffic.sync_seconds
-            validation = _state.to_bytes(list(self._validate()))
-            self._hook("on_epoch_end")
+            with self.stream.lent():
+                validation = _state.to_bytes(list(self._validate()))
+                self._hook("on_epoch_end")
         except KeyboardInterrupt as error:  # of a callback; Dask would take it for its own and end
             raise StoppedError("a callback on a rank stopped the training") from error
         except Exception as error:
@@ -287,18 +294,22 @@ class _Epoch:
         if self.seat.left.is_set():
             raise RunAbortedError("the run ended elsewhere")
         if size or self.seat.sync.lockstep:
-            batch = next(self.batches) if size else None
-            self.net.history.new_batch()
-            self._hook("on_batch_begin", batch=batch, training=True)
-            outcome = self._train(batch) if size else {"loss": self._idle(), "y_pred": None}
-            self.losses[step], self.weights[step] = _item(outcome["loss"]), self.net.step_weight_
-            self.net.history.record_batch("train_loss", self.losses[step].item())
-            self.net.history.record_batch("train_batch_size", int(size))
-            self._hook("on_batch_end", batch=batch, training=True, **outcome)
-            if self.order.predictions:
-                self.predictions[step] = _detached(outcome["y_pred"])
+            with self.stream.lent():
+                self._train_or_idle(step, size)
         self.seat.sync.stepped(step)
         self.reporter.stepped(step + 1)
+
+    def _train_or_idle(self, step: int, size: int) -> None:
+        batch = next(self.batches) if size else None
+        self.net.history.new_batch()
+        self._hook("on_batch_begin", batch=batch, training=True)
+        outcome = self._train(batch) if size else {"loss": self._idle(), "y_pred": None}
+        self.losses[step], self.weights[step] = _item(outcome["loss"]), self.net.step_weight_
+        self.net.history.record_batch("train_loss", self.losses[step].item())
+        self.net.history.record_batch("train_batch_size", int(size))
+        self._hook("on_batch_end", batch=batch, training=True, **outcome)
+        if self.order.predictions:
+            self.predictions[step] = _detached(outcome["y_pred"])
 
     def _idle(self) -> float:
         """A step in which this rank has no rows."""

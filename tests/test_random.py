@@ -1,11 +1,12 @@
 import random
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 
-from daskps._random import LOCK, Stream, seeded, stream
+from daskps._random import LOCK, RankStream, Stream, seeded, stream
 
 
 def draw():
@@ -109,3 +110,67 @@ class TestOwnStream:
             with pytest.raises(KeyError), Stream(3).drawn():
                 raise KeyError
             assert draw() == expected
+
+
+class TestRankStream:
+    def test_goes_on_where_it_was(self):
+        with seeded(3):
+            expected = [draw() for _ in range(4)]
+        ours = RankStream(3)
+        drawn = []
+        for _ in range(4):
+            with ours.lent():
+                drawn.append(draw())
+            with seeded(5):
+                draw()
+        ours.close()
+        assert drawn == expected
+
+    def test_leaves_no_trace(self):
+        with seeded(0):
+            expected = draw(), draw()
+        with seeded(0):
+            first = draw()
+            ours = RankStream(3)
+            with ours.lent():
+                draw()
+            ours.close()
+            assert (first, draw()) == expected
+
+    def test_is_not_what_others_find_who_do_not_seed(self):
+        with seeded(0):
+            expected = draw()
+        with seeded(0):
+            ours = RankStream(3)
+            with ours.lent():
+                draw()
+            with seeded(None):
+                assert draw() == expected
+            ours.close()
+
+    def test_goes_on_after_an_interruption_inside_of_a_piece(self):
+        with seeded(3):
+            expected = [draw() for _ in range(3)]
+        ours = RankStream(3)
+        with ours.lent():
+            drawn = [draw()]
+            with seeded(5):
+                draw()
+            drawn.append(draw())
+            with ours.paused(), seeded(5):
+                draw()
+            drawn.append(draw())
+        ours.close()
+        assert drawn == expected
+
+    def test_lets_other_threads_draw_while_it_is_paused(self):
+        def seed():
+            with LOCK, seeded(5):
+                return draw()
+
+        ours = RankStream(3)
+        with ThreadPoolExecutor(1) as pool, ours.lent(), ours.paused():
+            drawn = pool.submit(seed).result(timeout=10)
+        ours.close()
+        with seeded(5):
+            assert drawn == draw()
