@@ -166,7 +166,7 @@ def test_three_local_steps(client):
     net = make_net(CNN3, **DOUBLE, train_split=None, max_epochs=2)
     ours = fit_daskps(client, net, X, y, sync_every=3, n_workers=2)
     assert distance(ours, three_by_hand(net, X, y)) <= 1e-10
-    assert {entry.rounds for entry in ours.report_.ranks} == {6}  # after 3, 6, 9, 10; optimizer: how much, and what
+    assert {entry.rounds for entry in ours.report_.ranks} == {6}  # after 3, 6, 9, 10; optimizer, twice
 
 
 def three_by_hand(net, X, y):
