@@ -1,12 +1,14 @@
 """Ranks of a run as threads of this process, around a real server of rounds and without a cluster."""
 
 import contextlib
+import gc
 import os
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+from probes import wait_until
 
 from daskps import _hooks, _replica, _sharedmemory, _state
 from daskps._links import SharedMemoryLink, SocketLink
@@ -134,6 +136,17 @@ def fds():
 def new_fds(before):
     """What is there and was not before."""
     return set(fds().items()) - set(before.items())
+
+
+def no_new_fds(before):
+    """Wait until nothing new is there. Errors that a test has caught hold what their frames held."""
+
+    def is_true():
+        if new_fds(before):
+            gc.collect()
+        return not new_fds(before)
+
+    wait_until(is_true, what=lambda: f"left: {new_fds(before)}")
 
 
 def round_threads():

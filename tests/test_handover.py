@@ -10,8 +10,7 @@ import ssl
 import pytest
 from distributed.comm import CommClosedError, connect, listen
 from distributed.security import Security
-from probes import wait_until
-from ranks import fds, new_fds
+from ranks import fds, no_new_fds
 
 from daskps._handover import can_be_taken, take_socket
 from daskps._links import receive_into
@@ -46,7 +45,7 @@ def nothing_is_left(caplog):
     yield
     gc.collect()
     logger.removeHandler(caplog.handler)
-    wait_until(lambda: not new_fds(before), what=lambda: f"left: {new_fds(before)}")
+    no_new_fds(before)
     records = [record for phase in ("call", "teardown") for record in caplog.get_records(phase)]
     assert [record.getMessage() for record in records if record.levelno >= logging.WARNING] == []
 

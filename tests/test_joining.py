@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import gc
 import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +11,7 @@ import pytest
 from distributed.comm import connect, listen
 from distributed.security import Security
 from probes import wait_until
-from ranks import RULES, RUN_ID, fds, new_fds, round_threads
+from ranks import RULES, RUN_ID, fds, no_new_fds, round_threads
 
 from daskps import _joining, _sharedmemory, _transport
 from daskps._scheduler_plugin import DaskpsSchedulerPlugin, _Run
@@ -105,9 +104,7 @@ def nothing_is_left(caplog):
     yield
     logger.removeHandler(caplog.handler)
     assert round_threads() == threads
-    if new_fds(before):
-        gc.collect()  # errors that a test has caught hold what their frames held
-    wait_until(lambda: not new_fds(before), what=lambda: f"left: {new_fds(before)}")
+    no_new_fds(before)
     records = [record for phase in ("call", "teardown") for record in caplog.get_records(phase)]
     assert [record.getMessage() for record in records if record.levelno >= logging.WARNING] == []
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import gc
 import itertools
 import logging
 import random
@@ -15,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from probes import wait_until
-from ranks import RUN_ID, combined, fds, filled, hub, new_fds, round_threads, side_by_side
+from ranks import RUN_ID, combined, fds, filled, hub, no_new_fds, round_threads, side_by_side
 
 from daskps import _wire
 from daskps._aggregators import CHUNK
@@ -52,9 +51,7 @@ def nothing_is_left():
     yield
     assert round_threads() == []
     assert sys.getswitchinterval() == interval
-    if new_fds(before):
-        gc.collect()  # errors that a test has caught hold what their frames held
-    wait_until(lambda: not new_fds(before), what=lambda: f"left: {new_fds(before)}")
+    no_new_fds(before)
 
 
 # What a rank says and hears, without a channel

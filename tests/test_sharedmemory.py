@@ -2,7 +2,6 @@
 
 import asyncio
 import fcntl
-import gc
 import os
 import re
 import socket
@@ -11,8 +10,7 @@ import sys
 
 import numpy as np
 import pytest
-from probes import wait_until
-from ranks import fds, hub, new_fds
+from ranks import fds, hub, no_new_fds
 
 from daskps import _joining, _sharedmemory
 from daskps._sharedmemory import Segment
@@ -30,9 +28,7 @@ ANOTHER_USER = 65534
 def nothing_is_left():
     before = fds()
     yield
-    if new_fds(before):
-        gc.collect()  # errors that a test has caught hold what their frames held
-    wait_until(lambda: not new_fds(before), what=lambda: f"left: {new_fds(before)}")
+    no_new_fds(before)
 
 
 @pytest.fixture
