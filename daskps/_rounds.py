@@ -38,7 +38,8 @@ class RoundServer:
     server : ParameterServer
         Decides what makes up a round.
     timeout : float
-        Seconds that ranks have until all have joined, and for each round.
+        Seconds from the first rank that joins until all have, and from the first contribution to a
+        round until the last.
     on_end : callable
         Called in the thread when it ends.
     """
