@@ -77,7 +77,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
     head = f"{'mode':<14}{'workers':>8}{'images/s':>10}{'speedup':>9}{'predicted':>11}{'test accuracy':>15}"
     rows = [
         f"{o.mode:<14}{o.workers:>8}{o.images_per_second:>10.0f}{o.images_per_second / base:>9.2f}"
-        f"{'-' if o.predicted is None else format(o.predicted, '.2f'):>11}{o.accuracy:>15.3f}"
+        f"{'-' if o.predicted is None else format(o.predicted, '.2f'):>11}{o.accuracy:>15.4f}"
         for o in outcomes
     ]
     return "\n".join(["", head, *rows])
@@ -141,7 +141,7 @@ def _net(split: Any, n_epochs: int, n_shards: int) -> Any:
         iterator_train__shuffle=True,
         train_split=None,
         verbose=0,
-        callbacks=[ProgressBar(batches_per_epoch=n_batches, detect_notebook=False)],
+        callbacks=[ProgressBar(batches_per_epoch=n_batches, detect_notebook=False)] if sys.stderr.isatty() else [],
     )
 
 
