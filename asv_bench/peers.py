@@ -97,13 +97,13 @@ def loop(batch_size: int, n_rows: int, threads: int) -> float:
 def pair(batch_size: int, n_rows: int, how: str) -> float:
     """Images per second of two processes, each on half of every batch."""
     context = multiprocessing.get_context("spawn")
-    barrier, results = context.Barrier(2), context.SimpleQueue()
+    barrier, results = context.Barrier(2), context.Queue()
     with tempfile.TemporaryDirectory() as folder:
         arguments = (how, batch_size // 2, n_rows // 2, barrier, results, folder)
         processes = [context.Process(target=one_of_two, args=(r, *arguments)) for r in range(2)]
         for process in processes:
             process.start()
-        seconds = max(results.get() for _ in processes)
+        seconds = max(results.get(timeout=600) for _ in processes)
         for process in processes:
             process.join()
     return n_rows / seconds

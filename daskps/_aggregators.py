@@ -31,8 +31,9 @@ def combine(readers: Sequence[Reader], divisor: float, out: np.ndarray) -> None:
     for start in range(0, len(out), CHUNK):
         total = out[start : start + CHUNK]
         stop = start + len(total)
-        np.copyto(total, readers[0](start, stop))
-        for read in readers[1:]:
-            np.add(total, read(start, stop), out=total)
+        parts = [read(start, stop) for read in readers]
+        np.add(parts[0], parts[1], out=total) if len(parts) > 1 else np.copyto(total, parts[0])
+        for part in parts[2:]:
+            np.add(total, part, out=total)
         if divisor != 1:
             np.true_divide(total, divisor, out=total)

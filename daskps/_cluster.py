@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from multiprocessing.util import Finalize
 from weakref import WeakSet
 
+import dask
 import distributed.utils
 from dask.system import cpu_count
 from distributed import Client, LocalCluster, get_worker, worker_client
@@ -26,6 +27,12 @@ _UNGUARDED = (
     "`if __name__ == '__main__':`, because every worker imports the script before it starts; "
     "if it stands there already, start a `distributed.Client()` before fit to see what is wrong."
 )
+
+# Nobody looks at a private cluster, and each of its parts would wake 50 times a second to measure itself.
+_WITHOUT_STATISTICS = {
+    "distributed.admin.tick.interval": "1s",
+    "distributed.worker.profile.enabled": False,
+}
 
 # Clients of the process from which this one was forked: they say "running", but nothing runs them.
 _inherited: WeakSet[Client] = WeakSet()
@@ -135,13 +142,14 @@ def _close_at_exit(client: Client, cluster: LocalCluster) -> None:
 
 def _local_cluster() -> LocalCluster:
     """Start one process per core that this process may use or, in a pool, one worker in it."""
-    return LocalCluster(
-        n_workers=1 if _in_pool() else cpu_count(),
-        threads_per_worker=1,
-        processes=not _in_pool(),
-        dashboard_address=None,
-        scheduler_kwargs={"dashboard_address": ":0"},  # or it asks for 8787 nevertheless
-    )
+    with dask.config.set(_WITHOUT_STATISTICS):
+        return LocalCluster(
+            n_workers=1 if _in_pool() else cpu_count(),
+            threads_per_worker=1,
+            processes=not _in_pool(),
+            dashboard_address=None,
+            scheduler_kwargs={"dashboard_address": ":0"},  # or it asks for 8787 nevertheless
+        )
 
 
 def _in_pool() -> bool:

@@ -59,11 +59,11 @@ async def join(
     hand_over = bool(theirs["can_be_taken"]) and can_be_taken(comm)
     await comm.write({"status": "OK", "hand_over": hand_over})
     if hand_over:
-        rounds.attach(rank, SocketLink(await take_socket(comm)))
+        rounds.attach(rank, SocketLink(await take_socket(comm), rounds.wire_dtype))
         return None
     ours, other = socket.socketpair()
     ours.setblocking(False)
-    rounds.attach(rank, SocketLink(other))
+    rounds.attach(rank, SocketLink(other, rounds.wire_dtype))
     return asyncio.create_task(_carry_messages(comm, ours))
 
 

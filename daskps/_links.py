@@ -9,18 +9,27 @@ import numpy as np
 
 from daskps import _wire
 from daskps._aggregators import CHUNK, Reader
+from daskps._narrow import narrowed, widened
 from daskps._sharedmemory import Segment
 from daskps._spec import Contribution
 from daskps._wire import Answer
 
 
 class SocketLink:
-    """A rank whose values travel through its socket."""
+    """A rank whose values travel through its socket.
+
+    Parameters
+    ----------
+    sock : socket
+    wire_dtype : {None, 'bfloat16', 'float16'}
+        To what those values are rounded that a contribution lets be narrowed.
+    """
 
     kind = "comm"
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, wire_dtype: str | None = None) -> None:
         self.sock = sock
+        self.wire_dtype = wire_dtype
 
     def receive(self) -> Contribution:
         """Read the header of a contribution.
@@ -38,11 +47,20 @@ class SocketLink:
 
     def reader(self, contribution: Contribution) -> Reader:
         """What reads the values of the contribution, in order, chunk by chunk."""
-        scratch = np.empty(min(CHUNK, contribution.size), contribution.dtype)
+        c, dtype = contribution, self.wire_dtype
+        scratch = np.empty(min(CHUNK, c.size), c.dtype)
+        scale = c.weight if c.reduction == "mean" else 1.0
 
         def read(start: int, stop: int) -> np.ndarray:
             values = scratch[: stop - start]
-            receive_into(self.sock, values.data.cast("B"))
+            exact = values
+            if dtype is not None and start < c.narrow:
+                bits = np.empty(min(stop, c.narrow) - start, np.uint16)
+                receive_into(self.sock, bits.data.cast("B"))
+                np.multiply(widened(bits, dtype), scale, out=values[: len(bits)])
+                exact = values[len(bits) :]
+            if len(exact):
+                receive_into(self.sock, exact.data.cast("B"))
             return values
 
         return read
@@ -50,6 +68,10 @@ class SocketLink:
     def answer(self, answer: Answer, result: np.ndarray) -> None:
         """Send the result of a round."""
         self.sock.sendall(_wire.pack_answer(answer))
+        if answer.narrow and self.wire_dtype is not None:
+            bits = narrowed(result[: answer.narrow], self.wire_dtype)
+            self.sock.sendall(bits.data.cast("B"))
+            result = result[answer.narrow :]
         if len(result):
             self.sock.sendall(result.data.cast("B"))
 
@@ -87,12 +109,13 @@ class SharedMemoryLink(SocketLink):
     kind = "shared-memory"
 
     def __init__(self, sock: socket.socket, memory: Segment) -> None:
-        self.sock = sock
+        super().__init__(sock)
         self._memory = memory
 
     def reader(self, contribution: Contribution) -> Reader:
         """What looks at the values of the contribution."""
-        values = self._memory.values(contribution.dtype, contribution.size)
+        c = contribution
+        values = self._memory.values(c.dtype, c.size, c.offset)
         return lambda start, stop: values[start:stop]
 
     def answer(self, answer: Answer, result: np.ndarray) -> None:

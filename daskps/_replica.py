@@ -63,6 +63,8 @@ class _Synchronised:
             self.weight_ += _losses.divisor(self, owner(self), y_true)
             loss = super().get_loss(y_pred, y_true, *args, **kwargs)  # type: ignore[misc]
         self.loss_ = loss
+        if self.counts_ and self.one_backward_:
+            self.sync_.backward_follows(lambda: self.weight_)
         return loss
 
     def train_step_single(self, batch: Any, **fit_params: Any) -> dict:
@@ -118,6 +120,13 @@ class _Synchronised:
             loss.data.fill_(combined)
         self.last_loss_ = combined
         self.weight_, self.loss_ = 0.0, None
+
+    @property
+    def one_backward_(self) -> bool:
+        """Whether a step is skorch's own: a loss, its backward, and then the meeting."""
+        kind: Any = owner(self)
+        own = kind.train_step_single is not NeuralNet.train_step_single
+        return not own and not self.steps_its_own_way_
 
     @property
     def steps_its_own_way_(self) -> bool:

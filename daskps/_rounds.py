@@ -17,6 +17,7 @@ import numpy as np
 from daskps._aggregators import combine
 from daskps._interpreter import switch_as_before, switch_eagerly
 from daskps._links import SocketLink, by_rank
+from daskps._narrow import round_in_place
 from daskps._server import ParameterServer
 from daskps._sharedmemory import Segment, reserve
 from daskps._spec import Contribution
@@ -42,10 +43,19 @@ class RoundServer:
         round until the last.
     on_end : callable
         Called in the thread when it ends.
+    wire_dtype : {None, 'bfloat16', 'float16'}
+        To what values are rounded that travel through a connection.
     """
 
-    def __init__(self, server: ParameterServer, timeout: float, on_end: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        server: ParameterServer,
+        timeout: float,
+        on_end: Callable[[], None],
+        wire_dtype: str | None = None,
+    ) -> None:
         self.server = server
+        self.wire_dtype = wire_dtype
         self._timeout = timeout
         self._on_end = on_end
         self._lock = threading.Lock()
@@ -79,7 +89,10 @@ class RoundServer:
             self.server.capacity = capacity
 
     def results(self) -> Segment:
-        """The shared memory into which results are written: two of them, one after the other.
+        """The shared memory into which results are written.
+
+        A rank has read a result before it contributes to the next round at this place, so that there
+        is nothing to write before.
 
         Raises
         ------
@@ -88,7 +101,7 @@ class RoundServer:
         """
         with self._lock:
             if self._results is None:
-                self._results = Segment(reserve(2 * self.server.capacity))
+                self._results = Segment(reserve(self.server.capacity))
             return self._results
 
     def attach(self, rank: int, link: SocketLink) -> None:
@@ -199,9 +212,10 @@ class RoundServer:
         complete = max(arrived.values())
         counted = [c for c in contributions if c.weight > 0]
         result = self._combined(counted)
+        dtype = counted[0].dtype if counted else "float64"
         for rank, link in by_rank(self._links):
-            dtype = counted[0].dtype if counted else "float64"
-            link.answer(Answer(len(result), dtype, complete, complete - arrived[rank]), result)
+            narrow = counted[0].narrow if counted and link.wire_dtype is not None else 0
+            link.answer(Answer(len(result), dtype, complete, complete - arrived[rank], narrow), result)
 
     def _combined(self, counted: list[Contribution]) -> np.ndarray:
         if not counted:
@@ -210,13 +224,19 @@ class RoundServer:
         out = self._room(first)
         readers = [self._links[c.rank].reader(c) for c in counted]
         combine(readers, sum(c.weight for c in counted) if first.reduction == "mean" else 1.0, out)
+        self._round_as_sent(out[: first.narrow])
         return out
 
+    def _round_as_sent(self, values: np.ndarray) -> None:
+        """All ranks get the same, also those to whom nothing is sent."""
+        sent = any(link.wire_dtype is not None for link in self._links.values())
+        if len(values) and sent and self.wire_dtype is not None:
+            round_in_place(values, self.wire_dtype)
+
     def _room(self, c: Contribution) -> np.ndarray:
-        """Where the result goes. Ranks may still read the last one, so two places take turns."""
+        """Where the result goes."""
         if self._results is not None:
-            offset = (self.server.round % 2) * self.server.capacity
-            return self._results.values(c.dtype, c.size, offset)
+            return self._results.values(c.dtype, c.size, c.offset)
         if self._private.nbytes < self.server.capacity:
             self._private = np.empty(-(-self.server.capacity // 8), "float64")
         return self._private.view(c.dtype)[: c.size]

@@ -18,6 +18,7 @@ from distributed.diagnostics.plugin import SchedulerPlugin
 
 import daskps
 from daskps import _joining
+from daskps._housekeeping import go_on, hold_back
 from daskps._leases import Leases, Request
 from daskps._rounds import RoundServer
 from daskps._server import ParameterServer
@@ -100,6 +101,7 @@ class DaskpsSchedulerPlugin(SchedulerPlugin):
         finally:
             del self.asking[run_id]
         self.runs[run_id] = _Run(run_id, client, addresses, Rules(*rules))
+        hold_back(self.scheduler)
         logger.info("run %s opens on %d ranks", run_id, len(addresses))
         return addresses
 
@@ -202,6 +204,8 @@ class DaskpsSchedulerPlugin(SchedulerPlugin):
         if run is None:
             return
         run.close(reason)
+        if not self.runs:
+            go_on(self.scheduler)
         self.leaving[run_id] = {a for a in run.addresses if a in self.scheduler.workers}
         for address in list(self.leaving[run_id]):
             self.scheduler.worker_send(address, {"op": FORGET, "run_id": run_id})
@@ -281,7 +285,9 @@ class _Run:
         self.rounds: RoundServer | None = None
         if len(addresses) > 1:
             loop = asyncio.get_running_loop()
-            self.rounds = RoundServer(self.server, rules.round, lambda: _call_soon(loop, self.over.set))
+            self.rounds = RoundServer(
+                self.server, rules.round, lambda: _call_soon(loop, self.over.set), rules.wire_dtype
+            )
 
     def fail(self, error: DaskpsError) -> None:
         self.server.fail(error)

@@ -100,10 +100,13 @@ class ParameterServer:
             raise InvalidMessageError(f"dtype {c.dtype!r} is not one of {DTYPES}")
         if (c.weight > 0) != (c.size > 0):
             raise InvalidMessageError(f"rank {c.rank} sent {c.size} values with weight {c.weight}")
-        if c.size * int(c.dtype.removeprefix("float")) // 8 > self.capacity:
+        itemsize = int(c.dtype.removeprefix("float")) // 8
+        if c.offset % itemsize or c.offset + c.size * itemsize > self.capacity:
             raise InvalidMessageError(
-                f"rank {c.rank} sent {c.size} values of {c.dtype}, more than {self.capacity} bytes"
+                f"rank {c.rank} sent {c.size} values of {c.dtype} at {c.offset}, of {self.capacity} bytes"
             )
+        if c.narrow > c.size or (c.narrow and c.dtype != "float32"):
+            raise InvalidMessageError(f"rank {c.rank} narrowed {c.narrow} of {c.size} values of {c.dtype}")
 
     def _refuse_unlike(self, c: Contribution) -> None:
         """All that count in a round have the same length, dtype and reduction."""
@@ -117,5 +120,5 @@ class ParameterServer:
                 )
 
 
-def _shape(c: Contribution) -> tuple[int, str, str]:
-    return c.size, c.dtype, c.reduction
+def _shape(c: Contribution) -> tuple[int, str, str, int, int]:
+    return c.size, c.dtype, c.reduction, c.offset, c.narrow

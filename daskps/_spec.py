@@ -39,6 +39,8 @@ class Rules(NamedTuple):
     close: float
     report_interval: float
     transport: str
+    bucket_bytes: int
+    wire_dtype: str | None
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,10 @@ class Contribution:
     size: int
     """How many values."""
     dtype: str
+    offset: int = 0
+    """At which byte of the rank's memory the values begin, and of the results' the result."""
+    narrow: int = 0
+    """How many values, from the first, travel in the run's wire dtype where they travel."""
 
 
 def operation(name: str) -> str:

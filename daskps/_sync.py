@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,6 +11,7 @@ from skorch import NeuralNet
 from torch import Tensor
 
 from daskps import _losses
+from daskps._buckets import GradientExchange, room_for
 from daskps._packing import FlatBuffer, bytes_of
 from daskps._transport import Channel
 
@@ -21,7 +22,7 @@ def capacity(net: NeuralNet) -> int:
     State of optimizers may be more; it takes several rounds, once an epoch.
     """
     parameters = [p for _, p in net.get_all_learnable_params()]
-    return bytes_of([*parameters, *_floating_buffers(net)])
+    return bytes_of([*parameters, *_floating_buffers(net)]) + room_for(parameters)
 
 
 class Sync(Protocol):
@@ -32,6 +33,9 @@ class Sync(Protocol):
 
     def epoch_began(self) -> None:
         """All ranks hold the same state now."""
+
+    def backward_follows(self, weight: Callable[[], float]) -> None:
+        """The next backward is the only one of its step; ``weight`` tells what its gradients count."""
 
     def gradients(self, weight: float, loss: float) -> float:
         """The gradients of one step are there; returns the loss that the step has.
@@ -57,6 +61,9 @@ class Alone:
     def epoch_began(self) -> None:
         pass
 
+    def backward_follows(self, weight: Callable[[], float]) -> None:
+        pass
+
     def gradients(self, weight: float, loss: float) -> float:
         if weight == 0:
             _drop_gradients(_learnable(self._net))
@@ -74,34 +81,30 @@ class GradientSync:
 
     lockstep = True
 
-    def __init__(self, net: NeuralNet, channel: Channel, rank: int) -> None:
+    def __init__(self, net: NeuralNet, channel: Channel, rank: int, bucket_bytes: int = 0) -> None:
         self._net = net
         self._channel = channel
         self._buffers = BufferSync(net, channel, rank)
-        self._reduction = _losses.reduction(net)
+        self._bucket_bytes = bucket_bytes
+        self._exchange = self._new_exchange()
 
     def epoch_began(self) -> None:
         self._weight = 0.0
+        self._exchange.close()
         # Anew in every epoch: a callback may have frozen or freed parameters.
-        self._parameters = _learnable(self._net)
-        self._gradients = FlatBuffer(self._parameters, self._channel.allocate)
+        self._exchange = self._new_exchange()
         self._buffers.mark()
+
+    def backward_follows(self, weight: Callable[[], float]) -> None:
+        self._exchange.backward_follows(weight)
 
     def gradients(self, weight: float, loss: float) -> float:
         self._weight += weight
-        buffer = self._gradients.array
-        if weight > 0:
-            scale = weight if self._reduction == "mean" else 1.0
-            grads = [parameter.grad for parameter in self._parameters]
-            buffer = self._gradients.pack(grads, loss, scale)
-        combined = self._channel.push_pull(buffer, weight, self._reduction)
-        if not combined.size:
-            _drop_gradients(self._parameters)
+        combined = self._exchange.finish(weight, loss)
+        if combined is None:
+            _drop_gradients(self._exchange.parameters)
             return loss
-        grads, loss = self._gradients.unpack(combined)
-        for parameter, grad in zip(self._parameters, grads, strict=True):
-            _set_gradient(parameter, grad)
-        return loss
+        return combined
 
     def stepped(self, step: int) -> None:
         pass
@@ -109,6 +112,10 @@ class GradientSync:
     def epoch_ended(self) -> bool:
         self._buffers.average(self._weight)
         return True
+
+    def _new_exchange(self) -> GradientExchange:
+        parameters, reduction = _learnable(self._net), _losses.reduction(self._net)
+        return GradientExchange(parameters, self._channel, reduction, self._bucket_bytes)
 
 
 class LocalSGD:
@@ -133,8 +140,13 @@ class LocalSGD:
         self._unsynced = False
         # Anew in every epoch: a callback may have frozen or freed parameters.
         learnable = _learnable(self._net)
-        self._values = Average(lambda: [*learnable, *_floating_buffers(self._net)], self._channel)
+        self._values = Average(
+            lambda: [*learnable, *_floating_buffers(self._net)], self._channel, narrow=True
+        )
         self._values.mark()
+
+    def backward_follows(self, weight: Callable[[], float]) -> None:
+        pass
 
     def gradients(self, weight: float, loss: float) -> float:
         self._step_weight = weight  # not added: an optimizer may look at its rows several times
@@ -173,9 +185,12 @@ class Average:
     find : callable
         Returns the tensors: a module may put another one in a buffer's place.
     channel : Channel
+    narrow : bool
+        Whether changes may be rounded to the run's wire dtype.
     """
 
-    def __init__(self, find: Callable[[], list[Tensor]], channel: Channel) -> None:
+    def __init__(self, find: Callable[[], list[Tensor]], channel: Channel, narrow: bool = False) -> None:
+        self._narrow = narrow
         self._find = find
         self._channel = channel
         self._flat = FlatBuffer(find())
@@ -194,7 +209,8 @@ class Average:
         if weight > 0:
             pairs = zip(tensors, self._common, strict=True)
             self._flat.pack([now - then for now, then in pairs], 0.0, weight)
-        combined = self._channel.push_pull(self._flat.array, weight, "mean")
+        narrow = self._flat.narrow if self._narrow else 0
+        combined = self._channel.push_pull(self._flat.array, weight, "mean", narrow)
         if combined.size:
             changes, _ = self._flat.unpack(combined)
             for tensor, then, change in zip(tensors, self._common, changes, strict=True):
@@ -306,16 +322,9 @@ def _write_state(optimizer: Any, slots: list, means: list[Tensor | None]) -> Non
             held.copy_(mean)
 
 
-def _drop_gradients(parameters: list[Tensor]) -> None:
+def _drop_gradients(parameters: Sequence[Tensor]) -> None:
     for parameter in parameters:
         parameter.grad = None
-
-
-def _set_gradient(parameter: Tensor, grad: Tensor | None) -> None:
-    if grad is None or parameter.grad is None or parameter.grad.is_sparse:
-        parameter.grad = None if grad is None else grad.clone()
-    else:
-        parameter.grad.copy_(grad)
 
 
 def _learnable(net: NeuralNet) -> list[Tensor]:

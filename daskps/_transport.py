@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from contextlib import suppress
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Protocol
@@ -22,6 +25,7 @@ from distributed.protocol import Serialized
 from daskps import _sharedmemory, _wire
 from daskps._handover import can_be_taken, take_socket
 from daskps._links import receive_into
+from daskps._narrow import narrowed, widened
 from daskps._sharedmemory import Segment
 from daskps._spec import JOIN, Contribution, Reduction, Rules, Ticket
 from daskps._wire import Answer
@@ -56,11 +60,24 @@ class Channel(Protocol):
     def allocate(self, size: int, dtype: str) -> np.ndarray:
         """Room for values that are to be pushed; all rooms of a channel may be the same memory."""
 
-    def push_pull(self, values: np.ndarray, weight: float, reduction: Reduction) -> np.ndarray:
+    def push_pull(
+        self, values: np.ndarray, weight: float, reduction: Reduction, narrow: int = 0
+    ) -> np.ndarray:
         """Contribute to a round and return its result; empty if no rank had any weight.
 
-        The result is valid until the next call.
+        The first ``narrow`` values may be rounded to the run's wire dtype. The result is valid until
+        the next call.
         """
+
+    def push(self, values: np.ndarray, weight: float, reduction: Reduction, narrow: int = 0) -> None:
+        """Contribute to a round without waiting for its result.
+
+        The values lie in a room that stays as it is until the result was pulled. Their place in it is
+        theirs alone until then.
+        """
+
+    def pull(self) -> np.ndarray:
+        """The result of the oldest push that has not been pulled; valid until a push at its place."""
 
     def close(self) -> None:
         """Hang up."""
@@ -77,92 +94,177 @@ class SocketChannel:
         Bytes of the largest contribution to one round; a longer one takes several rounds.
     patience : float
         Seconds to wait for an answer.
+    wire_dtype : {None, 'bfloat16', 'float16'}
+        To what those values are rounded on their way that may be.
     """
 
     kind = "comm"
 
-    def __init__(self, sock: socket.socket, ticket: Ticket, capacity: int, patience: float) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        ticket: Ticket,
+        capacity: int,
+        patience: float,
+        wire_dtype: str | None = None,
+    ) -> None:
         sock.settimeout(patience)
-        self.traffic = Traffic()
         self._sock = sock
+        self._prepare(ticket, capacity, patience, wire_dtype)
+
+    def _prepare(self, ticket: Ticket, capacity: int, patience: float, wire_dtype: str | None) -> None:
+        self.traffic = Traffic()
         self._ticket = ticket
         self._capacity = capacity
         self._patience = patience
+        self._wire_dtype = wire_dtype
+        self._n_rounds = 0
+        self._room = np.empty(capacity, "uint8")
         self._incoming = np.empty(0, "uint8")
+        # A push must not block, and where both ends send at once neither would read: a thread of its
+        # own exchanges, one round after the other.
+        self._exchanging: ThreadPoolExecutor | None = None
+        self._pushed: deque[Future] = deque()
 
     def allocate(self, size: int, dtype: str) -> np.ndarray:
-        return np.empty(size, dtype)
+        n_bytes = size * np.dtype(dtype).itemsize
+        if n_bytes > self._capacity:
+            return np.empty(size, dtype)
+        return self._room[:n_bytes].view(dtype)
 
-    def push_pull(self, values: np.ndarray, weight: float, reduction: Reduction) -> np.ndarray:
+    def push_pull(
+        self, values: np.ndarray, weight: float, reduction: Reduction, narrow: int = 0
+    ) -> np.ndarray:
         most = self._capacity // values.itemsize
         if len(values) <= most:
-            return self._round(values, weight, reduction)
+            begun = perf_counter()
+            result, waited = self._round(values, weight, reduction, narrow)
+            self._note(perf_counter() - begun, waited)
+            return result
         # All ranks cut alike, also those of weight 0, since their buffers have the same length.
         pieces = [values[start : start + most] for start in range(0, len(values), most)]
-        return np.concatenate([self._round(piece, weight, reduction).copy() for piece in pieces])
+        return np.concatenate([self.push_pull(piece, weight, reduction).copy() for piece in pieces])
+
+    def push(self, values: np.ndarray, weight: float, reduction: Reduction, narrow: int = 0) -> None:
+        if self._exchanging is None:
+            self._exchanging = ThreadPoolExecutor(1, thread_name_prefix="daskps-exchange")
+        self._pushed.append(self._exchanging.submit(self._round, values, weight, reduction, narrow))
+
+    def pull(self) -> np.ndarray:
+        begun = perf_counter()
+        result, waited = self._pushed.popleft().result()
+        self._note(perf_counter() - begun, waited)
+        return result
 
     def close(self) -> None:
+        self._hang_up()
+        if self._exchanging is not None:
+            self._exchanging.shutdown(wait=False, cancel_futures=True)
+
+    def _hang_up(self) -> None:
+        # Also for a thread that waits for an answer; not the method of an SSLSocket, which it may use.
+        with suppress(OSError):
+            socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
         self._sock.close()
 
-    def _round(self, values: np.ndarray, weight: float, reduction: Reduction) -> np.ndarray:
-        begun = perf_counter()
-        sent = values if weight > 0 else values[:0]
-        try:
-            with suppress(BrokenPipeError, ConnectionResetError):  # refused: why is the answer
-                self._push(self._announced(sent, weight, reduction), sent)
+    def _round(
+        self, values: np.ndarray, weight: float, reduction: Reduction, narrow: int
+    ) -> tuple[np.ndarray, float]:
+        """The result of a round, and how many seconds it waited for other ranks."""
+        with self._speaking():
+            begun = perf_counter()
+            offset = self._announce(values, weight, reduction, narrow)
             answer = self._answer()
-            result = self._result(answer)
+            return self._result(answer, offset), self._waited(answer, begun)
+
+    @contextmanager
+    def _speaking(self) -> Iterator[None]:
+        try:
+            yield
         except TimeoutError:
             raise RoundTimeoutError(f"the scheduler did not answer for {self._patience:g} s") from None
         except (EOFError, OSError, CommClosedError) as error:
             raise RunAbortedError(f"the scheduler closed the connection: {error}") from error
-        self._note(sent.nbytes + result.nbytes, perf_counter() - begun, self._waited(answer, begun))
-        return result
 
-    def _announced(self, sent: np.ndarray, weight: float, reduction: Reduction) -> bytes:
-        ticket = self._ticket
+    def _announce(self, values: np.ndarray, weight: float, reduction: Reduction, narrow: int) -> int:
+        """Say what is contributed, and send it; returns its place."""
+        offset = _offset(values, self._room)
+        sent, narrow = (values, narrow) if weight > 0 else (values[:0], 0)
+        header = self._header(sent, weight, reduction, narrow, offset)
+        parts = self._parts(sent, narrow, weight if reduction == "mean" else 1.0)
+        with suppress(BrokenPipeError, ConnectionResetError):  # refused: why is the answer
+            self._push(header, parts)
+        self.traffic.bytes += sum(part.nbytes for part in parts)
+        return offset
+
+    def _header(
+        self, sent: np.ndarray, weight: float, reduction: Reduction, narrow: int, offset: int
+    ) -> bytes:
+        ticket, round_ = self._ticket, self._n_rounds
+        self._n_rounds += 1
         return _wire.pack_push(
             Contribution(
                 ticket.run_id,
                 ticket.generation,
                 ticket.rank,
-                self.traffic.rounds,
+                round_,
                 weight,
                 reduction,
                 len(sent),
                 str(sent.dtype),
+                offset,
+                narrow,
             )
         )
 
-    def _push(self, header: bytes, sent: np.ndarray) -> None:
+    def _parts(self, sent: np.ndarray, narrow: int, scale: float) -> list[np.ndarray]:
+        """What travels. The weight comes in again where it cannot leave the range of a narrow dtype."""
+        if not narrow or self._wire_dtype is None:
+            return [sent] if len(sent) else []
+        bits = narrowed(sent[:narrow] / np.float32(scale), self._wire_dtype)
+        return [bits, sent[narrow:]]
+
+    def _push(self, header: bytes, parts: list[np.ndarray]) -> None:
         self._sock.sendall(header)
-        if len(sent):
-            self._sock.sendall(sent.data.cast("B"))
+        for part in parts:
+            self._sock.sendall(part.data.cast("B"))
 
     def _answer(self) -> Answer:
         header = self._receive(_wire.ANSWER_BYTES)
-        return _wire.unpack_answer(header, self._receive(_wire.text_bytes(header)))
+        n_text = _wire.text_bytes(header)
+        return _wire.unpack_answer(header, self._receive(n_text) if n_text else b"")
 
     def _receive(self, n_bytes: int) -> bytes:
         data = bytearray(n_bytes)
         receive_into(self._sock, memoryview(data))
         return bytes(data)
 
-    def _result(self, answer: Answer) -> np.ndarray:
+    def _result(self, answer: Answer, offset: int) -> np.ndarray:
+        result = self._place(answer, offset)
+        if answer.narrow and self._wire_dtype is not None:
+            bits = np.empty(answer.narrow, np.uint16)
+            self._fill(bits)
+            result[: answer.narrow] = widened(bits, self._wire_dtype)
+        self._fill(result[answer.narrow :])
+        self.traffic.bytes += _wire.sent_bytes(answer.size, answer.dtype, answer.narrow)
+        return result
+
+    def _place(self, answer: Answer, offset: int) -> np.ndarray:
         n_bytes = answer.size * np.dtype(answer.dtype).itemsize
-        if len(self._incoming) < n_bytes:
-            self._incoming = np.empty(n_bytes, "uint8")
-        result = self._incoming[:n_bytes]
-        receive_into(self._sock, result.data)
-        return result.view(answer.dtype)
+        if len(self._incoming) < offset + n_bytes:
+            self._incoming = np.empty(max(offset + n_bytes, self._capacity), "uint8")
+        return self._incoming[offset : offset + n_bytes].view(answer.dtype)
+
+    def _fill(self, values: np.ndarray) -> None:
+        if len(values):
+            receive_into(self._sock, values.data.cast("B"))
 
     def _waited(self, answer: Answer, begun: float) -> float:
         return answer.waited
 
-    def _note(self, n_bytes: int, seconds: float, waited: float) -> None:
+    def _note(self, seconds: float, waited: float) -> None:
         waited = min(max(waited, 0.0), seconds)
         self.traffic.rounds += 1
-        self.traffic.bytes += n_bytes
         self.traffic.wait_seconds += waited
         self.traffic.sync_seconds += seconds - waited
 
@@ -177,7 +279,7 @@ class SharedMemoryChannel(SocketChannel):
     memory : Segment
         For this rank's contributions.
     results : Segment
-        Two places for results, which take turns: a rank may read one while the server writes the other.
+        Where the server writes the results, for all ranks.
     """
 
     kind = "shared-memory"
@@ -194,21 +296,37 @@ class SharedMemoryChannel(SocketChannel):
         super().__init__(sock, ticket, capacity, patience)
         self._memory = memory
         self._results = results
+        self._room = memory.values("uint8", capacity)
+        self._places: deque[int] = deque()
 
-    def allocate(self, size: int, dtype: str) -> np.ndarray:
-        if size * np.dtype(dtype).itemsize > self._capacity:
-            return super().allocate(size, dtype)
-        return self._memory.values(dtype, size)
+    def push(self, values: np.ndarray, weight: float, reduction: Reduction, narrow: int = 0) -> None:
+        # A header is so short that sending it does not block.
+        begun = perf_counter()
+        with self._speaking():
+            self._places.append(self._announce(values, weight, reduction, narrow))
+        self.traffic.sync_seconds += perf_counter() - begun
 
-    def _push(self, header: bytes, sent: np.ndarray) -> None:
-        place = self._memory.values(str(sent.dtype), len(sent))
-        if sent.size and not np.shares_memory(place, sent):
-            np.copyto(place, sent)
+    def pull(self) -> np.ndarray:
+        begun = perf_counter()
+        with self._speaking():
+            answer = self._answer()
+            result = self._result(answer, self._places.popleft())
+        self._note(perf_counter() - begun, self._waited(answer, begun))
+        return result
+
+    def _parts(self, sent: np.ndarray, narrow: int, scale: float) -> list[np.ndarray]:
+        return [sent] if len(sent) else []
+
+    def _push(self, header: bytes, parts: list[np.ndarray]) -> None:
+        for part in parts:
+            if not _lies_in(part, self._room):
+                np.copyto(self._memory.values(str(part.dtype), len(part)), part)
         self._sock.sendall(header)
 
-    def _result(self, answer: Answer) -> np.ndarray:
-        turn = (self.traffic.rounds + 1) % 2
-        return self._results.values(answer.dtype, answer.size, turn * self._capacity)
+    def _result(self, answer: Answer, offset: int) -> np.ndarray:
+        result = self._results.values(answer.dtype, answer.size, offset)
+        self.traffic.bytes += result.nbytes
+        return result
 
     def _waited(self, answer: Answer, begun: float) -> float:
         return answer.complete - begun  # one clock: that of the host
@@ -220,23 +338,26 @@ class CommChannel(SocketChannel):
     kind = "comm (messages)"
 
     def __init__(
-        self, comm: Comm, loop: asyncio.AbstractEventLoop, ticket: Ticket, capacity: int, patience: float
+        self,
+        comm: Comm,
+        loop: asyncio.AbstractEventLoop,
+        ticket: Ticket,
+        capacity: int,
+        patience: float,
+        wire_dtype: str | None = None,
     ) -> None:
-        self.traffic = Traffic()
         self._comm = comm
         self._loop = loop
-        self._ticket = ticket
-        self._capacity = capacity
-        self._patience = patience
-        self._rest = b""
+        self._rest = memoryview(b"")
+        self._prepare(ticket, capacity, patience, wire_dtype)
 
-    def close(self) -> None:
+    def _hang_up(self) -> None:
         self._comm.abort()
         if not self._loop.is_running():
             self._loop.close()
 
-    def _push(self, header: bytes, sent: np.ndarray) -> None:
-        frames = [header, sent.data.cast("B")] if len(sent) else [header]
+    def _push(self, header: bytes, parts: list[np.ndarray]) -> None:
+        frames = [header, *(part.data.cast("B") for part in parts if len(part))]
         self._loop.run_until_complete(self._comm.write({"data": Serialized({}, frames)}))
 
     def _answer(self) -> Answer:
@@ -245,11 +366,27 @@ class CommChannel(SocketChannel):
         data = b"".join(frames)
         header, rest = data[: _wire.ANSWER_BYTES], data[_wire.ANSWER_BYTES :]
         n_text = _wire.text_bytes(header)
-        self._rest = rest[n_text:]
+        self._rest = memoryview(rest)[n_text:]
         return _wire.unpack_answer(header, rest[:n_text])
 
-    def _result(self, answer: Answer) -> np.ndarray:
-        return np.frombuffer(bytearray(self._rest), answer.dtype)
+    def _fill(self, values: np.ndarray) -> None:
+        if not len(values):
+            return
+        view = values.data.cast("B")
+        view[:], self._rest = self._rest[: len(view)], self._rest[len(view) :]
+
+
+def _offset(values: np.ndarray, room: np.ndarray) -> int:
+    """At which byte of a room values lie; 0 if they lie elsewhere."""
+    return _address(values) - _address(room) if _lies_in(values, room) else 0
+
+
+def _lies_in(values: np.ndarray, room: np.ndarray) -> bool:
+    return 0 <= _address(values) - _address(room) < room.nbytes
+
+
+def _address(values: np.ndarray) -> int:
+    return int(values.__array_interface__["data"][0])
 
 
 class NoChannel:
@@ -263,8 +400,16 @@ class NoChannel:
     def allocate(self, size: int, dtype: str) -> np.ndarray:
         return np.empty(size, dtype)
 
-    def push_pull(self, values: np.ndarray, weight: float, reduction: Reduction) -> np.ndarray:
+    def push_pull(
+        self, values: np.ndarray, weight: float, reduction: Reduction, narrow: int = 0
+    ) -> np.ndarray:
         return values
+
+    def push(self, values: np.ndarray, weight: float, reduction: Reduction, narrow: int = 0) -> None:
+        self._values = values
+
+    def pull(self) -> np.ndarray:
+        return self._values
 
     def close(self) -> None:
         pass
@@ -309,7 +454,7 @@ class _Joining:
     def __init__(self, worker: Worker, ticket: Ticket, capacity: int, rules: Rules) -> None:
         self._worker = worker
         self._ticket = ticket
-        self._capacity = -(-capacity // 64) * 64  # the second result begins on a cache line
+        self._capacity = -(-capacity // 64) * 64
         self._rules = rules
         # The server's deadline is the same. Its answer, which names the ranks that are missing, must
         # have a chance to come first.
@@ -370,5 +515,5 @@ class _Joining:
         answer: Any = await comm.read()
         if answer["hand_over"]:
             sock = await take_socket(comm)
-            return SocketChannel(sock, self._ticket, self._capacity, self._patience)
-        return CommChannel(comm, loop, self._ticket, self._capacity, self._patience)
+            return SocketChannel(sock, self._ticket, self._capacity, self._patience, self._rules.wire_dtype)
+        return CommChannel(comm, loop, self._ticket, self._capacity, self._patience, self._rules.wire_dtype)

@@ -13,11 +13,14 @@ from daskps import exceptions
 from daskps._spec import DTYPES, REDUCTIONS, Contribution
 from daskps.exceptions import DaskpsError, InvalidMessageError
 
-_PUSH = struct.Struct("<32sIIQdBBQ")
-_ANSWER = struct.Struct("<BBQddH")
+_PUSH = struct.Struct("<32sIIQdBBQQQ")
+_ANSWER = struct.Struct("<BBQQddH")
 
 PUSH_BYTES = _PUSH.size
 ANSWER_BYTES = _ANSWER.size
+
+# Of a value in any of the wire dtypes.
+NARROW_BYTES = 2
 
 _MOST_TEXT = 4096
 
@@ -35,12 +38,15 @@ class Answer:
         The server's monotonic clock when the round was complete.
     waited : float
         Seconds between the arrival of the rank's contribution and that moment.
+    narrow : int
+        How many of the values, from the first, come in the run's wire dtype.
     """
 
     size: int
     dtype: str
     complete: float
     waited: float
+    narrow: int = 0
 
 
 def pack_push(c: Contribution) -> bytes:
@@ -54,6 +60,8 @@ def pack_push(c: Contribution) -> bytes:
         REDUCTIONS.index(c.reduction),
         DTYPES.index(c.dtype),
         c.size,
+        c.offset,
+        c.narrow,
     )
 
 
@@ -66,9 +74,19 @@ def unpack_push(header: bytes) -> Contribution:
         If it is not one.
     """
     try:
-        run_id, generation, rank, round_, weight, reduction, dtype, size = _PUSH.unpack(header)
+        run_id, generation, rank, round_, weight, reduction, dtype, *place = _PUSH.unpack(header)
+        size, offset, narrow = place
         return Contribution(
-            run_id.decode(), generation, rank, round_, weight, REDUCTIONS[reduction], size, DTYPES[dtype]
+            run_id.decode(),
+            generation,
+            rank,
+            round_,
+            weight,
+            REDUCTIONS[reduction],
+            size,
+            DTYPES[dtype],
+            offset,
+            narrow,
         )
     except (struct.error, UnicodeDecodeError, IndexError) as error:
         raise InvalidMessageError(f"not the header of a contribution: {error!r}") from None
@@ -77,13 +95,13 @@ def unpack_push(header: bytes) -> Contribution:
 def pack_answer(answer: Answer) -> bytes:
     """The header of a result."""
     dtype = DTYPES.index(answer.dtype)
-    return _ANSWER.pack(0, dtype, answer.size, answer.complete, answer.waited, 0)
+    return _ANSWER.pack(0, dtype, answer.size, answer.narrow, answer.complete, answer.waited, 0)
 
 
 def pack_refusal(error: BaseException) -> bytes:
     """What the server sends instead of a result."""
     text = f"{type(error).__name__}\n{error}".encode()[:_MOST_TEXT]
-    return _ANSWER.pack(1, 0, 0, 0.0, 0.0, len(text)) + text
+    return _ANSWER.pack(1, 0, 0, 0, 0.0, 0.0, len(text)) + text
 
 
 def text_bytes(header: bytes) -> int:
@@ -93,17 +111,22 @@ def text_bytes(header: bytes) -> int:
 
 def following_bytes(header: bytes) -> int:
     """How many bytes of text or values follow the header of an answer."""
-    _, dtype, size, _, _, n_text = _ANSWER.unpack(header)
-    return int(n_text) + int(size) * int(DTYPES[dtype].removeprefix("float")) // 8
+    _, dtype, size, narrow, _, _, n_text = _ANSWER.unpack(header)
+    return int(n_text) + sent_bytes(size, DTYPES[dtype], narrow)
+
+
+def sent_bytes(size: int, dtype: str, narrow: int) -> int:
+    """How many bytes values take that travel."""
+    return (size - narrow) * int(dtype.removeprefix("float")) // 8 + narrow * NARROW_BYTES
 
 
 def unpack_answer(header: bytes, text: bytes) -> Answer:
     """Read an answer; a refusal is raised as the error that it names."""
-    refused, dtype, size, complete, waited, _ = _ANSWER.unpack(header)
+    refused, dtype, size, narrow, complete, waited, _ = _ANSWER.unpack(header)
     if refused:
         kind, _, reason = text.decode(errors="replace").partition("\n")
         raise error_of(kind, reason)
-    return Answer(size, DTYPES[dtype], complete, waited)
+    return Answer(size, DTYPES[dtype], complete, waited, narrow)
 
 
 def error_of(kind: str, reason: str) -> DaskpsError:

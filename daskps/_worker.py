@@ -17,6 +17,7 @@ from distributed.diagnostics.plugin import WorkerPlugin
 
 import daskps
 from daskps import _environment, _random, _replica, _state
+from daskps._housekeeping import held_back
 from daskps._loading import train_batches, validation_batches
 from daskps._partitions import Shard, epoch_order, pieces
 from daskps._replica import Opening
@@ -144,7 +145,7 @@ class DaskpsWorkerPlugin(WorkerPlugin):
         replica: Any = _replica.build(opening)
         old = self.seats.get(run_id)
         channel = self._arrive(order.ticket, replica, opening.rules) if old is None else old.channel
-        replica.sync_ = make_sync(replica, channel, order.ticket, opening.every)
+        replica.sync_ = make_sync(replica, channel, order.ticket, opening)
         seat = Seat(order.ticket, replica, replica.sync_, channel, order.epoch, opening.rules, active=True)
         with self.lock:
             if run_id not in self.over:
@@ -172,13 +173,13 @@ class DaskpsWorkerPlugin(WorkerPlugin):
         self.worker.loop.add_callback(self.worker.batched_send, {"op": LEFT, "run_id": run_id})
 
 
-def make_sync(net: Any, channel: Channel, ticket: Ticket, every: int | None) -> Sync:
+def make_sync(net: Any, channel: Channel, ticket: Ticket, opening: Opening) -> Sync:
     """The exchange that belongs to ``sync_every``."""
     if ticket.world_size == 1:
         return Alone(net)
-    if every == 0:
-        return GradientSync(net, channel, ticket.rank)
-    return LocalSGD(net, channel, ticket.rank, every)
+    if opening.every == 0:
+        return GradientSync(net, channel, ticket.rank, opening.rules.bucket_bytes)
+    return LocalSGD(net, channel, ticket.rank, opening.every)
 
 
 def end_training(order: Order, shard: Shard) -> bytes | StateNeeded:
@@ -207,7 +208,7 @@ def run_epoch(order: Order, shard: Shard, opening: Opening | None) -> Result | S
     plugin: Any = worker.plugins[WORKER_PLUGIN]
     begun = perf_counter()
     threads = _environment.torch_threads(worker.state.nthreads)
-    with threads, plugin.seated(order, opening) as seat:
+    with threads, held_back(worker), plugin.seated(order, opening) as seat:
         if seat is None:
             return StateNeeded()
         _state.load_settings(seat.replica, order.settings)

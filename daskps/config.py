@@ -7,11 +7,12 @@ from typing import Any
 
 import dask.config
 import yaml
-from dask.utils import parse_timedelta
+from dask.utils import parse_bytes, parse_timedelta
 
 from daskps._spec import Rules
 
 TRANSPORTS = ("auto", "shared-memory", "comm")
+WIRE_DTYPES = (None, "bfloat16", "float16")
 
 
 def get(key: str) -> Any:
@@ -32,17 +33,34 @@ def rules() -> Rules:
     ValueError
         If one has no meaning.
     """
-    transport = get("transport")
-    if transport not in TRANSPORTS:
-        raise ValueError(f"daskps.transport must be one of {TRANSPORTS}, got {transport!r} instead.")
     return Rules(
         workers=seconds("timeouts.workers"),
         connect=seconds("timeouts.connect"),
         round=seconds("timeouts.round"),
         close=seconds("timeouts.close"),
         report_interval=seconds("report-interval"),
-        transport=transport,
+        transport=_one_of("transport", TRANSPORTS),
+        bucket_bytes=_bytes("bucket-size"),
+        wire_dtype=_one_of("wire-dtype", WIRE_DTYPES),
     )
+
+
+def _one_of(key: str, allowed: tuple) -> Any:
+    value = get(key)
+    if value not in allowed:
+        raise ValueError(f"daskps.{key} must be one of {allowed}, got {value!r} instead.")
+    return value
+
+
+def _bytes(key: str) -> int:
+    value = get(key)
+    try:
+        size = int(parse_bytes(value))
+    except (ValueError, TypeError, AttributeError):
+        size = -1
+    if size < 0:
+        raise ValueError(f"daskps.{key} must be a size such as '1MiB', or 0, got {value!r} instead.")
+    return size
 
 
 def _load_defaults() -> None:

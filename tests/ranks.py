@@ -32,6 +32,8 @@ RULES = Rules(
     close=PATIENCE,
     report_interval=0.25,
     transport="auto",
+    bucket_bytes=1 << 20,
+    wire_dtype=None,
 )
 
 
@@ -63,10 +65,10 @@ class Hub:
         Seconds for a round.
     """
 
-    def __init__(self, world_size, n_bytes=1 << 20, patience=PATIENCE):
+    def __init__(self, world_size, n_bytes=1 << 20, patience=PATIENCE, wire_dtype=None):
         self.server = ParameterServer(RUN_ID, world_size)
         self.ended = threading.Event()
-        self.rounds = RoundServer(self.server, patience, self.ended.set)
+        self.rounds = RoundServer(self.server, patience, self.ended.set, wire_dtype)
         self.rounds.agree(n_bytes)
         self._ours = contextlib.ExitStack()
 
@@ -77,7 +79,7 @@ class Hub:
         """A rank's end of a connection on which it may say what it likes."""
         ours, theirs = PAIRS[pair]()
         self._ours.callback(ours.close)
-        self.rounds.attach(rank, SocketLink(theirs))
+        self.rounds.attach(rank, SocketLink(theirs, self.rounds.wire_dtype))
         ours.settimeout(PATIENCE)
         return ours
 
@@ -85,7 +87,8 @@ class Hub:
         """A rank's channel through a socket of this kind, or through shared memory."""
         if kind == "shared":
             return self._shared(rank)
-        return SocketChannel(self.sock(rank, kind), self.ticket(rank), self.server.capacity, PATIENCE)
+        capacity, wire_dtype = self.server.capacity, self.rounds.wire_dtype
+        return SocketChannel(self.sock(rank, kind), self.ticket(rank), capacity, PATIENCE, wire_dtype)
 
     def _shared(self, rank):
         ours, theirs = socket.socketpair()
@@ -154,7 +157,7 @@ def round_threads():
     return [thread for thread in threading.enumerate() if thread.name == "daskps-rounds"]
 
 
-def side_by_side(world_size, rank_does, n_bytes=1 << 20, kinds=MIXED):
+def side_by_side(world_size, rank_does, n_bytes=1 << 20, kinds=MIXED, wire_dtype=None):
     """Call ``rank_does(rank, channel)`` on every rank at once; raise what went wrong first.
 
     A rank's channel is of the kind that stands at its place in ``kinds``, which is repeated.
@@ -169,7 +172,7 @@ def side_by_side(world_size, rank_does, n_bytes=1 << 20, kinds=MIXED):
             opened.rounds.close(RunAbortedError(f"rank {rank} failed"))
             raise
 
-    with hub(world_size, n_bytes) as opened, ThreadPoolExecutor(world_size) as pool:
+    with hub(world_size, n_bytes, wire_dtype=wire_dtype) as opened, ThreadPoolExecutor(world_size) as pool:
         channels = [opened.channel(rank, kinds[rank % len(kinds)]) for rank in range(world_size)]
         futures = [pool.submit(run, rank, channel) for rank, channel in enumerate(channels)]
         pool.shutdown()

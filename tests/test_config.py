@@ -40,7 +40,7 @@ def test_unknown_key_is_an_error():
 
 class TestRules:
     def test_are_the_settings_of_a_run(self):
-        assert config.rules() == Rules(30.0, 30.0, 3600.0, 30.0, 0.25, "auto")
+        assert config.rules() == Rules(30.0, 30.0, 3600.0, 30.0, 0.25, "auto", 2**20, None)
 
     @pytest.mark.parametrize(("key", "field"), [
         ("timeouts.workers", "workers"), ("timeouts.connect", "connect"), ("timeouts.round", "round"),
@@ -63,5 +63,28 @@ class TestRules:
         with dask.config.set({"daskps.transport": transport}), pytest.raises(ValueError, match=message):
             config.rules()
 
+    def test_take_the_size_of_a_bucket_in_bytes(self):
+        for size, n_bytes in (("4 kB", 4000), ("1MiB", 2**20), (17, 17), (0, 0), ("0", 0)):
+            with dask.config.set({"daskps.bucket-size": size}):
+                assert config.rules().bucket_bytes == n_bytes
+
+    @pytest.mark.parametrize("size", ["much", "-1", -1, None, "1 parsec", [1]])
+    def test_refuse_a_size_that_is_none(self, size):
+        message = r"daskps\.bucket-size must be a size such as '1MiB', or 0, got "
+        with dask.config.set({"daskps.bucket-size": size}), pytest.raises(ValueError, match=message):
+            config.rules()
+
+    @pytest.mark.parametrize("dtype", [None, "bfloat16", "float16"])
+    def test_take_the_dtype_on_the_wire(self, dtype):
+        with dask.config.set({"daskps.wire-dtype": dtype}):
+            assert config.rules().wire_dtype == dtype
+
+    @pytest.mark.parametrize("dtype", ["float32", "bf16", "", 16])
+    def test_refuse_another_dtype_on_the_wire(self, dtype):
+        message = r"daskps\.wire-dtype must be one of \(None, 'bfloat16', 'float16'\), got "
+        with dask.config.set({"daskps.wire-dtype": dtype}), pytest.raises(ValueError, match=message):
+            config.rules()
+
     def test_are_plain_values(self):
-        assert [type(value) for value in config.rules()] == [float] * 5 + [str]
+        kinds = [float] * 5 + [str, int, type(None)]
+        assert [type(value) for value in config.rules()] == kinds

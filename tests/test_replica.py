@@ -21,6 +21,9 @@ class Doubling:
         self.net = net
         self.calls = []
 
+    def backward_follows(self, weight):
+        pass
+
     def gradients(self, weight, loss):
         self.calls.append((weight, loss))
         for parameter in self.net.module_.parameters():

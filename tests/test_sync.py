@@ -131,6 +131,13 @@ def assert_ranks_are_equal(replicas):
         assert bits(values(replica)) == bits(values(replicas[0]))
 
 
+@pytest.fixture(autouse=True, params=[0, 1], ids=["whole", "buckets"])
+def bucket_bytes(request, monkeypatch):
+    """Every exchange of gradients in one piece, and again in a bucket for every parameter."""
+    monkeypatch.setattr(GradientSync.__init__, "__defaults__", (request.param,))
+    return request.param
+
+
 def batch_mode(replica, channel, rank):
     return GradientSync(replica, channel, rank)
 
@@ -201,9 +208,10 @@ class TestGradientSync:
         assert 0 < distance(replicas[0], serial(net, batches)) <= 1e-6
         assert_ranks_are_equal(replicas)
 
-    def test_one_round_for_every_step_and_none_for_absent_buffers(self):
+    def test_one_round_for_every_step_and_bucket_and_none_for_absent_buffers(self, bucket_bytes):
+        n_rounds = 4 * len(net_for().module_.state_dict()) if bucket_bytes else 4
         replicas = train_ranks(net_for(), batch_mode, TWO)
-        assert [replica.n_rounds_ for replica in replicas] == [4, 4]
+        assert [replica.n_rounds_ for replica in replicas] == [n_rounds, n_rounds]
 
 
 class TestSampleWeights:
@@ -627,9 +635,11 @@ class TestCapacity:
     @pytest.mark.parametrize("module", [Dense, Normalised, Heads, Counting])
     @pytest.mark.parametrize(("make_sync", "n_meetings"), [(batch_mode, 4), (local(1), 4), (local(), 1)])
     def test_is_enough_for_gradients_and_averages_to_take_one_round_each(
-        self, module, make_sync, n_meetings
+        self, module, make_sync, n_meetings, bucket_bytes
     ):
         net = net_for(module, **PLAIN)
+        if bucket_bytes and make_sync is batch_mode:
+            n_meetings *= len(list(net.module_.parameters()))
         buffers = list(net.module_.buffers())
         of_buffers = any(b.is_floating_point() for b in buffers) and make_sync is batch_mode
         of_integers = any(not b.is_floating_point() for b in buffers)
