@@ -40,7 +40,7 @@ def test_unknown_key_is_an_error():
 
 class TestRules:
     def test_are_the_settings_of_a_run(self):
-        assert config.rules() == Rules(30.0, 30.0, 3600.0, 30.0, 0.25, "auto", 2**20, None)
+        assert config.rules() == Rules(30.0, 30.0, 3600.0, 30.0, 0.25, "auto", 2**22, None)
 
     @pytest.mark.parametrize(("key", "field"), [
         ("timeouts.workers", "workers"), ("timeouts.connect", "connect"), ("timeouts.round", "round"),
