@@ -17,6 +17,7 @@ from distributed.diagnostics.plugin import WorkerPlugin
 
 import daskps
 from daskps import _environment, _random, _replica, _state
+from daskps._blocks import readable
 from daskps._loading import train_batches, validation_batches
 from daskps._partitions import Shard, epoch_order, pieces
 from daskps._replica import Opening
@@ -183,10 +184,12 @@ def make_sync(net: Any, channel: Channel, ticket: Ticket, every: int | None) -> 
 
 def end_training(order: Order, shard: Shard) -> bytes | StateNeeded:
     """The last task of a rank whose replica has callbacks: they learn that the training ends."""
-    plugin: Any = get_worker().plugins[WORKER_PLUGIN]
+    worker = get_worker()
+    plugin: Any = worker.plugins[WORKER_PLUGIN]
     with plugin.seated(order, None) as seat:
         if seat is None:
             return StateNeeded()
+        shard = readable(shard, worker.data)
         try:
             for _, callback in seat.replica.callbacks_:
                 callback.on_train_end(seat.replica, X=shard.X, y=shard.y)
@@ -212,7 +215,7 @@ def run_epoch(order: Order, shard: Shard, opening: Opening | None) -> Result | S
             return StateNeeded()
         _state.load_settings(seat.replica, order.settings)
         setup_seconds = perf_counter() - begun
-        return _Epoch(seat, order, shard, worker).run(setup_seconds)
+        return _Epoch(seat, order, readable(shard, worker.data), worker).run(setup_seconds)
 
 
 class _Epoch:
@@ -287,7 +290,8 @@ class _Epoch:
         net.weighted_ = self.shard.weights is not None
         self.seat.sync.epoch_began()
         n_rows = int(self.shard.sizes.sum())
-        rows = epoch_order(order.seed, order.epoch, order.ticket.rank, n_rows, order.shuffle)
+        layout = self.shard.layout
+        rows = epoch_order(order.seed, order.epoch, order.ticket.rank, n_rows, order.shuffle, layout)
         self.batches = iter(train_batches(net, self.shard, pieces(rows, self.shard.sizes)))
 
     def _step(self, step: int, size: int) -> None:

@@ -18,7 +18,7 @@ LAYERS = [
     ["_aggregators", "_claims", "_environment", "_folds", "_handover", "_hooks", "_interpreter", "_leases",
      "_packing", "_partitions", "_random", "_server", "_sharedmemory", "_state", "_weights", "_wire",
      "config", "datasets", "modules", "report"],
-    ["_casting", "_cluster", "_events", "_freezing", "_inputs", "_links", "_loading", "_losses"],
+    ["_blocks", "_casting", "_cluster", "_events", "_freezing", "_inputs", "_links", "_loading", "_losses"],
     ["_master", "_prediction", "_rounds", "_sources", "_transport"],
     ["_joining", "_sync"],
     ["_scheduler_plugin"],
@@ -115,6 +115,7 @@ class TestWeight:
         [
             "_server",
             "_aggregators",
+            "_blocks",
             "_interpreter",
             "_leases",
             "_links",
