@@ -7,11 +7,13 @@ and they are taken out of the worker's data when their rows are needed.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from daskps._environment import release_freed
 from daskps._partitions import Shard
 from daskps.exceptions import DaskpsError
 
@@ -31,12 +33,17 @@ class Blocks(NamedTuple):
     """No rows, of the shape and dtype of these."""
 
 
-def readable(shard: Shard, data: Mapping[Any, Any]) -> Shard:
-    """The shard with rows that can be read, for the length of a task, out of a worker's data."""
+@contextmanager
+def readable(shard: Shard, data: Mapping[Any, Any]) -> Iterator[Shard]:
+    """The shard with rows that can be read out of a worker's data, for the length of the block."""
     if not isinstance(shard.X, Blocks):
-        return shard
+        yield shard
+        return
     reader = _Reader(shard.X, data)
-    return shard._replace(X=BlockRows(shard.X, reader), X_valid=BlockRows(shard.X_valid, reader))
+    try:
+        yield shard._replace(X=BlockRows(shard.X, reader), X_valid=BlockRows(shard.X_valid, reader))
+    finally:
+        reader.close()
 
 
 class BlockRows:
@@ -73,29 +80,42 @@ class BlockRows:
 class _Reader:
     """The blocks that were read last, in memory.
 
-    A worker's data may be used by several threads. What it has spilled it reads back when it is asked.
+    A worker's data may be used by several threads. It would keep a spilled value that it is asked for, and
+    spill another for that; so what is on disk is read from there.
     """
 
     def __init__(self, blocks: Blocks, data: Mapping[Any, Any]) -> None:
         self._keys = blocks.keys
         self._most = blocks.window
         self._data = data
+        self._disk: Mapping[Any, Any] = getattr(data, "disk", {})
         self._held: OrderedDict[int, np.ndarray] = OrderedDict()
 
     def block(self, number: int) -> np.ndarray:
         """One block."""
         if number not in self._held:
-            while len(self._held) >= self._most:
-                self._held.popitem(last=False)
+            self._drop(self._most - 1)
             self._held[number] = self._read(self._keys[number])
         self._held.move_to_end(number)
         return self._held[number]
 
+    def close(self) -> None:
+        """Have none at hand."""
+        self._drop(0)
+
+    def _drop(self, most: int) -> None:
+        """Have at most so many blocks at hand."""
+        while len(self._held) > most:
+            self._held.popitem(last=False)
+        release_freed()  # or Dask spills, and pauses, for memory that nobody uses
+
     def _read(self, key: str) -> np.ndarray:
-        try:
-            return self._data[key]
-        except KeyError:
-            raise DaskpsError(
-                f"The block {key} of X is no longer on its worker: something moved or cancelled it, such as"
-                " Client.rebalance or Client.restart, while the fit went on."
-            ) from None
+        for held in (self._disk, self._data):
+            try:
+                return held[key]
+            except KeyError:
+                continue
+        raise DaskpsError(
+            f"The block {key} of X is no longer on its worker: something moved or cancelled it, such as"
+            " Client.rebalance or Client.restart, while the fit went on."
+        )

@@ -38,7 +38,7 @@ from daskps._partitions import (
 _TOGETHER = 0.2
 
 # Bytes of the blocks among which rows are shuffled, and which a rank that reads them keeps at hand.
-_WINDOW = 2**27
+_WINDOW = 2**26
 
 
 class Source(Protocol):
@@ -118,7 +118,7 @@ class ArraySource:
         shards = [self._shard(cut, rank) for rank in range(len(addresses))]
         owners = _folds.current_fold()
         if not owners:
-            return scatter(client, shards, addresses)
+            return scatter(client, "shard", shards, addresses)
         return _scatter_once(client, shards, addresses, owners)
 
     def batch(self, rows: np.ndarray, training: bool) -> LazyBatch:
@@ -182,6 +182,7 @@ class DaskSource:
         self._bounds = np.array([0, *inner, len(self._y)])
         batchings = _loading.batching(net, True), _loading.batching(net, False)
         cut = cut_blocks(train, self._rows[False], *batchings, self._bounds, local)
+        self._window = self._blocks_at_hand(batchings[0].shuffle)
         layouts = [self._layout(rank, rows) for rank, rows in enumerate(cut.training.rows)]
         return replace(cut, training=replace(cut.training, layouts=layouts))
 
@@ -202,9 +203,11 @@ class DaskSource:
     def _layout(self, rank: int, rows: np.ndarray) -> Layout:
         """How a rank's training rows lie in blocks. It hangs on the data alone, and so do a fit's bits."""
         bounds = self._bounds[rank] + _bounds(self._stretch(rank))
-        return Layout(np.searchsorted(self._rows[True][rows], bounds), self._window())
+        return Layout(np.searchsorted(self._rows[True][rows], bounds), self._window)
 
-    def _window(self) -> int:
+    def _blocks_at_hand(self, shuffle: bool) -> int:
+        if not shuffle:
+            return 1
         largest = max(self._X.chunks[0]) * math.prod(self._X.shape[1:]) * self._X.dtype.itemsize
         return max(2, _WINDOW // max(1, largest))
 
@@ -223,10 +226,10 @@ class DaskSource:
             task, needed = "assemble", _compute(client, stretch.to_delayed().ravel().tolist(), address)
         else:
             task, (kept, needed) = "in_blocks", _keep_blocks(client, stretch, address)
-            X = tuple(_rows_in_blocks(kept, stretch, self._window(), rows) for rows in X)
+            X = tuple(_rows_in_blocks(kept, stretch, self._window, rows) for rows in X)
         weights = None if self._weights is None else self._weights[train]
         # Too large for a graph.
-        sent = scatter(client, (X, (self._y[train], self._y[valid]), weights), [address] * 3)
+        sent = scatter(client, "rows", (X, (self._y[train], self._y[valid]), weights), [address] * 3)
         shard = client.submit(
             Late(__name__, task),
             needed,
@@ -306,16 +309,17 @@ def in_blocks(
     return Shard(X[0], labels[0], sizes[0], X[1], labels[1], sizes[1], weights, layout)
 
 
-def scatter(client: Client, shards: Sequence[Any], addresses: Sequence[str]) -> list[Future]:
+def scatter(client: Client, name: str, values: Sequence[Any], addresses: Sequence[str]) -> list[Future]:
     """Send one value to each address, side by side, under keys that nobody else has."""
 
     async def send_all() -> list[Future]:
+        keys = [f"daskps-{name}-{uuid.uuid4().hex}" for _ in values]
         # One after the other would take as long as all together.
         sent = [
-            client.scatter([shard], workers=[address], hash=False, asynchronous=True)
-            for shard, address in zip(shards, addresses, strict=True)
+            client.scatter({key: value}, workers=[address], hash=False, asynchronous=True)
+            for key, value, address in zip(keys, values, addresses, strict=True)
         ]
-        return [futures[0] for futures in await asyncio.gather(*sent)]
+        return [futures[key] for key, futures in zip(keys, await asyncio.gather(*sent), strict=True)]
 
     return client.sync(send_all)
 
@@ -327,7 +331,7 @@ def _scatter_once(
     keys = [_folds.key_of(client, *pair) for pair in zip(addresses, shards, strict=True)]
     futures = [_folds.find(key) for key in keys]
     missing = [rank for rank, future in enumerate(futures) if future is None]
-    sent = scatter(client, [shards[r] for r in missing], [addresses[r] for r in missing])
+    sent = scatter(client, "shard", [shards[r] for r in missing], [addresses[r] for r in missing])
     for rank, future in zip(missing, sent, strict=True):
         futures[rank] = future
         _folds.keep(keys[rank], future, owners)

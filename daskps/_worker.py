@@ -189,10 +189,10 @@ def end_training(order: Order, shard: Shard) -> bytes | StateNeeded:
     with plugin.seated(order, None) as seat:
         if seat is None:
             return StateNeeded()
-        shard = readable(shard, worker.data)
         try:
-            for _, callback in seat.replica.callbacks_:
-                callback.on_train_end(seat.replica, X=shard.X, y=shard.y)
+            with readable(shard, worker.data) as held:
+                for _, callback in seat.replica.callbacks_:
+                    callback.on_train_end(seat.replica, X=held.X, y=held.y)
         except KeyboardInterrupt as error:
             raise StoppedError("a callback on a rank stopped at the end of the training") from error
         return _state.dump_callbacks(seat.replica, seat.replica.callbacks_)
@@ -210,12 +210,12 @@ def run_epoch(order: Order, shard: Shard, opening: Opening | None) -> Result | S
     plugin: Any = worker.plugins[WORKER_PLUGIN]
     begun = perf_counter()
     threads = _environment.torch_threads(worker.state.nthreads)
-    with threads, plugin.seated(order, opening) as seat:
+    with threads, plugin.seated(order, opening) as seat, readable(shard, worker.data) as held:
         if seat is None:
             return StateNeeded()
         _state.load_settings(seat.replica, order.settings)
         setup_seconds = perf_counter() - begun
-        return _Epoch(seat, order, readable(shard, worker.data), worker).run(setup_seconds)
+        return _Epoch(seat, order, held, worker).run(setup_seconds)
 
 
 class _Epoch:

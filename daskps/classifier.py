@@ -15,7 +15,7 @@ from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted
 from skorch import NeuralNetClassifier
 
-from daskps import _hooks, _inputs, _master, _prediction, config
+from daskps import _folds, _hooks, _inputs, _master, _prediction, config
 from daskps._claims import claimed
 from daskps._cluster import client_for
 from daskps._freezing import copied, freeze, thaw
@@ -208,6 +208,7 @@ class DistributedCNNClassifier(ClassifierMixin, BaseEstimator):
         every = steps_between_rounds(self.sync_every)
         _check_n_workers(self.n_workers)
         with ExitStack() as stack:
+            stack.enter_context(_folds.fitting())
             on_cluster = _inputs.is_dask(X) or _inputs.is_dask(y)
             client = stack.enter_context(client_for(self.client)) if on_cluster else None
             data = _inputs.check_fit(self, X, y, classes, sample_weight, client)

@@ -14,7 +14,7 @@ PACKAGE = Path(daskps.__file__).parent
 
 # From the ground up. A module may import from the layers below its own, and from no other of its layer.
 LAYERS = [
-    ["exceptions", "_late", "_spec"],
+    ["exceptions", "_late", "_process", "_spec"],
     ["_aggregators", "_claims", "_environment", "_folds", "_handover", "_hooks", "_interpreter", "_leases",
      "_packing", "_partitions", "_random", "_server", "_sharedmemory", "_state", "_weights", "_wire",
      "config", "datasets", "modules", "report"],
