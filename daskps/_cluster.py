@@ -80,30 +80,31 @@ def _connected(address: str) -> Iterator[Client]:
 
 
 def _shared_connection(address: str, owners: list[Any]) -> Client:
-    """One for this process, which stays open as long as any of the owners lives."""
+    """One for this process, which stays open as long as there is a fold all of whose owners live."""
     key = (os.getpid(), address)
     with _connecting:
         if key not in _connections or _connections[key].client.status != "running":
             _connections[key] = _Connection(address)
-        for owner in owners:
-            _connections[key].keep_for(owner)
+        _connections[key].keep_for(owners)
         return _connections[key].client
 
 
 class _Connection:
+    """A client that several fits use."""
+
     def __init__(self, address: str) -> None:
         self.client = Client(address, set_as_default=False)
         self._key = (os.getpid(), address)
-        self._owners: dict[int, weakref.ref] = {}
+        self._folds: dict[tuple[int, ...], list[weakref.ref]] = {}
 
-    def keep_for(self, owner: Any) -> None:
-        number = id(owner)
-        self._owners[number] = weakref.ref(owner, lambda _: self._gone(number))
+    def keep_for(self, owners: list[Any]) -> None:
+        fold = tuple(map(id, owners))
+        self._folds[fold] = [weakref.ref(owner, lambda _: self._forget(fold)) for owner in owners]
 
-    def _gone(self, number: int) -> None:
+    def _forget(self, fold: tuple[int, ...]) -> None:
         with _connecting:
-            self._owners.pop(number, None)
-            if self._owners or _connections.get(self._key) is not self:
+            self._folds.pop(fold, None)
+            if self._folds or _connections.get(self._key) is not self:
                 return
             del _connections[self._key]
         # Not here: garbage is collected in any thread, the client's own among them.
