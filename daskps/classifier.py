@@ -161,9 +161,9 @@ class DistributedCNNClassifier(ClassifierMixin, BaseEstimator):
         """
         if isinstance(self.class_weight, str) and self.class_weight == "balanced":
             raise ValueError(
-                "class_weight='balanced' is not supported for partial_fit, which sees a part of the rows. Give"
-                " the weights that sklearn.utils.class_weight.compute_class_weight('balanced', ...) finds for"
-                " all of them as a dict."
+                "class_weight='balanced' is not supported for partial_fit, which sees a part of the rows."
+                " Pass a dict of the weights that sklearn.utils.class_weight.compute_class_weight"
+                "('balanced', ...) finds for all rows."
             )
         known = getattr(self, "classes_", None)
         if known is not None and classes is not None and not np.array_equal(known, np.unique(classes)):

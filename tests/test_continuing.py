@@ -411,6 +411,6 @@ def test_balanced_classes_are_refused_in_partial_fit():
     X, y = data()
     clf = DistributedCNNClassifier(net(), class_weight="balanced")
     with pytest.raises(
-        ValueError, match="'balanced' is not supported for partial_fit.*compute_class_weight"
+        ValueError, match=r"'balanced' is not supported for partial_fit.*compute_class_weight"
     ):
         clf.partial_fit(X, y)
