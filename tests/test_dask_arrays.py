@@ -21,6 +21,7 @@ from reference import (
     fit_plain,
     identical,
     make_net,
+    separable,
     state,
     xy,
 )
@@ -279,6 +280,21 @@ def test_boom(client):
     X[45, 0, 0, 0] = 0
     ours = fit_daskps(client, net, chunked(X, 30), y, n_workers=3)
     assert all(torch.isfinite(value).all() for value in state(ours).values())
+
+
+@pytest.mark.parametrize("sync_every", MODES)
+def test_rows_sorted_by_label(client, sync_every):
+    """BR-44: each worker has the one chunk of one class, and learns the others through the rounds."""
+    X, y = separable(200, 4, by=1.0)
+    by_label = np.argsort(y, kind="stable")
+    net = make_net(
+        CNN3, module__n=4, max_epochs=10, batch_size=20, train_split=None,
+        iterator_train__shuffle=True, optimizer=torch.optim.SGD, lr=0.2,
+    )  # fmt: skip
+    settings = {"sync_every": sync_every, "n_workers": 4, "random_state": 0}
+    ordered = fit_daskps(client, net, chunked(X[by_label], 50), y[by_label], **settings)
+    mixed = fit_daskps(client, net, chunked(X, 50), y, **settings)
+    assert ordered.score(X, y) >= mixed.score(X, y) - 0.05
 
 
 def test_names_on_the_dashboard(client, cluster):

@@ -11,7 +11,6 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
-import torch
 from conftest import local_cluster
 from dask import delayed
 from distributed import Client
@@ -23,14 +22,13 @@ from skorch.callbacks import Callback
 from daskps import on_ranks
 
 MB = 2**20
-LIMIT = 700 * MB  # of which torch and all that is imported take more than half
+LIMIT = 960 * MB  # of which torch has more than half, once it has trained
 SHAPE = (1, 256, 256)
-N, CHUNK, BATCH = 4000, 40, 40
+N, CHUNK, BATCH = 4400, 20, 20
 Y = np.arange(N) % 3
 NET = {
     "module__n_in": 2**16,
     "module__n_out": 3,
-    "module__dtype": torch.float64,
     "lr": 1e-4,
     "batch_size": BATCH,
     "max_epochs": 1,
@@ -122,15 +120,15 @@ def fit(client, n_rows, n_workers, **options):
 
 
 def test_on_one_worker(narrow):
-    assert N * TABLE[0].nbytes > 1.4 * LIMIT
+    assert N * TABLE[0].nbytes > 1.1 * LIMIT
     ours = fit(narrow, N, 1)
     reads = dict(ours.net_.callbacks_)["reads"].callback
     assert reads.read_ == N // CHUNK  # the first fifth to validate, the others to train
     assert reads.spilled_ > 0.8 * N // CHUNK
     plain = fit_plain(make_net(Flat, **NET), Rows(np.arange(N)), Y)
-    assert distance(ours, plain) <= 1e-10
+    assert distance(ours, plain) <= 1e-6
     for key in ("train_loss", "valid_loss", "valid_acc"):
-        assert ours.history_[-1, key] == pytest.approx(plain.history[-1, key], rel=1e-10)
+        assert ours.history_[-1, key] == pytest.approx(plain.history[-1, key], rel=1e-5)
 
 
 def test_on_two_workers(narrow):
@@ -141,4 +139,4 @@ def test_on_two_workers(narrow):
     halves = np.arange(n_rows).reshape(2, -1, BATCH // 2)
     order = halves.transpose(1, 0, 2).ravel()
     plain = fit_plain(make_net(Flat, **NET, train_split=None), Rows(order), Y[order])
-    assert distance(ours, plain) <= 1e-10
+    assert distance(ours, plain) <= 1e-6
