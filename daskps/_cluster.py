@@ -7,20 +7,24 @@ import logging
 import multiprocessing
 import os
 import threading
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from multiprocessing.util import Finalize
+from typing import Any
 from weakref import WeakSet
 
 import dask
 import distributed.utils
 from dask.system import cpu_count
-from distributed import Client, LocalCluster, get_worker, worker_client
+from distributed import Client, LocalCluster, worker_client
 
+from daskps import _folds
+from daskps._process import in_pool, in_task
 from daskps.exceptions import DaskpsError
 
-__all__ = ["client_for", "in_task"]
+__all__ = ["client_for"]
 
 _UNGUARDED = (
     "Dask could not start the workers of a private cluster. Put what your script runs under "
@@ -41,6 +45,10 @@ _inherited: WeakSet[Client] = WeakSet()
 _locks: dict[int, threading.Lock] = {}
 _private: dict[int, Client] = {}
 
+# By process and address. Garbage may be collected, and its owner told, in whoever has the lock.
+_connecting = threading.RLock()
+_connections: dict[tuple[int, str], _Connection] = {}
+
 
 @contextmanager
 def client_for(client: Client | str | None) -> Iterator[Client]:
@@ -50,8 +58,8 @@ def client_for(client: Client | str | None) -> Iterator[Client]:
     ----------
     client : Client, str or None
         A client, which stays open; the address of a scheduler, with a connection that is closed
-        at the end of the block; or None for the current client and, where there is none, this
-        process's private cluster.
+        at the end of the block or, in a search, of the search; or None for the current client and,
+        where there is none, this process's private cluster.
 
     Notes
     -----
@@ -61,19 +69,53 @@ def client_for(client: Client | str | None) -> Iterator[Client]:
     with ExitStack() as stack:
         own = stack.enter_context(worker_client()) if in_task() else None
         if isinstance(client, str):
-            used = stack.enter_context(Client(client, set_as_default=False))
+            used = stack.enter_context(_connected(client))
         else:
             used = client or own or _current_client() or _private_client()
         yield _usable(used)
 
 
-def in_task() -> bool:
-    """Whether this code runs inside a task on a Dask worker."""
-    try:
-        get_worker()
-    except ValueError:
-        return False
-    return True
+@contextmanager
+def _connected(address: str) -> Iterator[Client]:
+    """A client of a scheduler. What fits of a search have in common they send over one."""
+    owners = _folds.current_fold()
+    if owners:
+        yield _shared_connection(address, owners)
+        return
+    with Client(address, set_as_default=False) as client:
+        yield client
+
+
+def _shared_connection(address: str, owners: list[Any]) -> Client:
+    """One for this process, which stays open as long as there is a fold all of whose owners live."""
+    key = (os.getpid(), address)
+    with _connecting:
+        if key not in _connections or _connections[key].client.status != "running":
+            _connections[key] = _Connection(address)
+        _connections[key].keep_for(owners)
+        return _connections[key].client
+
+
+class _Connection:
+    """A client that several fits use."""
+
+    def __init__(self, address: str) -> None:
+        self.client = Client(address, set_as_default=False)
+        self._key = (os.getpid(), address)
+        self._folds: dict[tuple[int, ...], list[weakref.ref]] = {}
+
+    def keep_for(self, owners: list[Any]) -> None:
+        fold = tuple(map(id, owners))
+        self._folds[fold] = [weakref.ref(owner, lambda _: self._forget(fold)) for owner in owners]
+
+    def _forget(self, fold: tuple[int, ...]) -> None:
+        with _connecting:
+            self._folds.pop(fold, None)
+            if self._folds or _connections.get(self._key) is not self:
+                return
+            del _connections[self._key]
+        # Not here: garbage is collected in any thread, the client's own among them.
+        threading.Thread(target=self.client.close, daemon=True).start()
 
 
 def _usable(client: Client) -> Client:
@@ -144,21 +186,12 @@ def _local_cluster() -> LocalCluster:
     """Start one process per core that this process may use or, in a pool, one worker in it."""
     with dask.config.set(_WITHOUT_STATISTICS):
         return LocalCluster(
-            n_workers=1 if _in_pool() else cpu_count(),
+            n_workers=1 if in_pool() else cpu_count(),
             threads_per_worker=1,
-            processes=not _in_pool(),
+            processes=not in_pool(),
             dashboard_address=None,
             scheduler_kwargs={"dashboard_address": ":0"},  # or it asks for 8787 nevertheless
         )
-
-
-def _in_pool() -> bool:
-    """Whether this is one of several children that share the cores, of a Pool or of joblib.
-
-    The first may not have children; those of the second could not start.
-    """
-    daemonic = multiprocessing.current_process().daemon
-    return daemonic or multiprocessing.get_start_method(allow_none=True) == "loky"
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 __all__ = [
+    "release_freed",
     "restore_malloc",
     "torch_threads",
     "training_environment",
@@ -63,6 +64,11 @@ def restore_malloc() -> None:
                 _from_environment("MALLOC_TRIM_THRESHOLD_"),
             )
             _trim()
+
+
+def release_freed() -> None:
+    """Hand what this process has freed back to the kernel, however its allocator is tuned."""
+    _trim()
 
 
 @contextmanager

@@ -1,7 +1,9 @@
 """Shards that a search has sent stay on their workers until the search is over.
 
-Every candidate of a search fits on the same folds. scikit-learn hands each fit the fold's array of row
-numbers, one object for all candidates, which dies with the search.
+Every candidate of a search fits on the same folds. Where the search runs in this process, scikit-learn
+hands each fit the fold's array of row numbers, one object for all candidates, which dies with the search.
+Processes that fit for a search elsewhere are not told when it is over: there a fold is kept until no fit
+has run for a while.
 """
 
 from __future__ import annotations
@@ -9,13 +11,20 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import joblib
 import numpy as np
 from distributed import Client, Future
 
+from daskps._process import in_pool, in_task
+
 Key = tuple[str, str, str]
+
+# So long a process that fits for others may have nothing to do before the search counts as over.
+IDLE_SECONDS = 5.0
 
 _lock = threading.Lock()
 _kept: dict[Key, Future] = {}
@@ -25,8 +34,15 @@ def current_fold() -> list[Any]:
     """What lives as long as the fold on which a search fits in this thread; empty outside of one.
 
     The fold's row numbers and, where the search runs in this very thread, the object with which it
-    runs its fits: the user may keep the row numbers.
+    runs its fits: the user may keep the row numbers. In a process that fits for others, what lives as
+    long as that has fits to do.
     """
+    owners = _owners()
+    searches_here = len(owners) != 1
+    return owners if searches_here or not _fits_for_others() else [_work.token]
+
+
+def _owners() -> list[Any]:
     frame: Any = sys._getframe()
     owners: list[Any] = []
     while frame is not None:
@@ -45,6 +61,58 @@ def current_fold() -> list[Any]:
 def _fits_a_fold(frame: Any) -> bool:
     named = frame.f_code.co_name == "_fit_and_score"
     return named and frame.f_globals["__name__"].startswith("sklearn.")
+
+
+def _fits_for_others() -> bool:
+    return in_task() or in_pool()
+
+
+class _Token:
+    """Somebody's reason to keep something, which can be referred to weakly."""
+
+
+class _Work:
+    """Whether this process has had a fit to do of late."""
+
+    def __init__(self) -> None:
+        self.token = _Token()
+        self._lock = threading.Lock()
+        self._running = 0
+        self._timer: threading.Timer | None = None
+
+    @contextmanager
+    def going_on(self) -> Iterator[None]:
+        """Around each fit."""
+        with self._lock:
+            self._running += 1
+            if self._timer is not None:
+                self._timer.cancel()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._running -= 1
+                self._timer = threading.Timer(IDLE_SECONDS, self._end)
+                self._timer.daemon = True
+                self._timer.start()
+
+    def _end(self) -> None:
+        with self._lock:
+            if not self._running:
+                self.token = _Token()
+
+
+_work = _Work()
+
+
+@contextmanager
+def fitting() -> Iterator[None]:
+    """Around each fit: what it keeps may be of use to the next one."""
+    if not _fits_for_others():
+        yield
+        return
+    with _work.going_on():
+        yield
 
 
 def key_of(client: Client, address: str, shard: Any) -> Key:

@@ -128,8 +128,9 @@ class Run:
                 future.release()
 
     def _send(self, opening: Opening) -> Future:
-        futures = self.client.scatter([opening], workers=self.addresses, broadcast=True, hash=False)
-        return futures[0]
+        key = f"daskps-state-{uuid.uuid4().hex}"
+        futures = self.client.scatter({key: opening}, workers=self.addresses, broadcast=True, hash=False)
+        return futures[key]
 
     def _submit(self, task: Callable, order: Order, arguments: tuple) -> Future:
         rank = order.ticket.rank

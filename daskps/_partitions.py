@@ -29,6 +29,17 @@ class Shard(NamedTuple):
     """(n_batches,) rows of every validation batch of this rank."""
     weights: np.ndarray | None = None
     """(n_rows,) what every training row counts; None if all count the same."""
+    layout: Layout | None = None
+    """Of the training rows, where these lie in blocks."""
+
+
+class Layout(NamedTuple):
+    """How a rank's rows lie in blocks, of which it reads a few at a time."""
+
+    bounds: np.ndarray
+    """(n_blocks + 1,) where each block's rows begin, and the last one's end."""
+    window: int
+    """How many blocks can be in memory."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +66,12 @@ class Plan:
     """For every rank the positions of its rows in the training data, in the order of use."""
     sizes: np.ndarray
     """(world_size, n_steps) rows of every step on every rank."""
+    layouts: list[Layout] | None = None
+    """For every rank how its rows lie in blocks; None where they are in memory as one array."""
+
+    def layout(self, rank: int) -> Layout | None:
+        """The layout of one rank's rows."""
+        return None if self.layouts is None else self.layouts[rank]
 
 
 def plan_batches(n_rows: int, batching: Batching, world_size: int, seed: int) -> Plan:
@@ -150,11 +167,23 @@ def contiguous(n_rows: int, world_size: int) -> np.ndarray:
     return np.linspace(0, n_rows, world_size + 1).round().astype(np.intp)
 
 
-def epoch_order(seed: int, epoch: int, rank: int, n_rows: int, shuffle: bool) -> np.ndarray:
-    """The order in which a rank goes through its rows in one epoch."""
+def epoch_order(
+    seed: int, epoch: int, rank: int, n_rows: int, shuffle: bool, layout: Layout | None = None
+) -> np.ndarray:
+    """The order in which a rank goes through its rows in one epoch.
+
+    Rows that lie in blocks are shuffled so that each block is read once: the blocks, and then the rows
+    within every window of blocks.
+    """
     if not shuffle:
         return np.arange(n_rows)
-    return np.random.default_rng((seed, epoch, rank)).permutation(n_rows)
+    rng = np.random.default_rng((seed, epoch, rank))
+    if layout is None:
+        return rng.permutation(n_rows)
+    held = [np.arange(start, stop) for start, stop in pairwise(layout.bounds)]
+    blocks = rng.permutation(len(held))
+    windows = [blocks[first : first + layout.window] for first in range(0, len(blocks), layout.window)]
+    return np.concatenate([rng.permutation(np.concatenate([held[b] for b in w])) for w in windows])
 
 
 def pieces(rows: np.ndarray, sizes: np.ndarray) -> list[np.ndarray]:
@@ -165,7 +194,7 @@ def pieces(rows: np.ndarray, sizes: np.ndarray) -> list[np.ndarray]:
 def step_rows(plan: Plan, seed: int, epoch: int, shuffle: bool) -> list[np.ndarray]:
     """The rows that all ranks together use in every step of an epoch, in rank order."""
     by_rank = [
-        pieces(rows[epoch_order(seed, epoch, rank, len(rows), shuffle)], sizes)
+        pieces(rows[epoch_order(seed, epoch, rank, len(rows), shuffle, plan.layout(rank))], sizes)
         for rank, (rows, sizes) in enumerate(zip(plan.rows, plan.sizes, strict=True))
     ]
     return [np.concatenate(parts) for parts in zip(*by_rank, strict=True)]

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import uuid
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+from dask import delayed
 from distributed import Client, Future
 from skorch import NeuralNet
 from skorch.utils import multi_indexing
 from torch.utils.data import Dataset, Subset, default_collate
 
 from daskps import _folds, _loading
+from daskps._blocks import Blocks
 from daskps._inputs import TrainingData, encode
 from daskps._late import Late
 from daskps._loading import ItemDataset
 from daskps._partitions import (
     Cut,
+    Layout,
     Shard,
     contiguous,
     cut_blocks,
@@ -26,6 +32,13 @@ from daskps._partitions import (
     plan_batches,
     plan_local,
 )
+
+# What of a worker's memory limit a rank's stretch of a dask array may take to be put together to one
+# array, which for a moment takes three times that.
+_TOGETHER = 0.2
+
+# Bytes of the blocks among which rows are shuffled, and which a rank that reads them keeps at hand.
+_WINDOW = 2**26
 
 
 class Source(Protocol):
@@ -38,7 +51,7 @@ class Source(Protocol):
         """Decide who gets which rows."""
 
     def place(self, client: Client, cut: Cut, addresses: Sequence[str]) -> list[Future]:
-        """Bring one shard to every address."""
+        """Bring one shard to every address; what these refer to comes after them."""
 
     def batch(self, rows: np.ndarray, training: bool) -> LazyBatch:
         """The rows of one batch, as callbacks on the client see them."""
@@ -105,7 +118,7 @@ class ArraySource:
         shards = [self._shard(cut, rank) for rank in range(len(addresses))]
         owners = _folds.current_fold()
         if not owners:
-            return scatter(client, shards, addresses)
+            return scatter(client, "shard", shards, addresses)
         return _scatter_once(client, shards, addresses, owners)
 
     def batch(self, rows: np.ndarray, training: bool) -> LazyBatch:
@@ -167,42 +180,108 @@ class DaskSource:
         # Equal in training rows: a split may take all of a block for validation.
         inner = train[contiguous(len(train), world_size)[1:-1]]
         self._bounds = np.array([0, *inner, len(self._y)])
-        return cut_blocks(
-            train,
-            self._rows[False],
-            _loading.batching(net, True),
-            _loading.batching(net, False),
-            self._bounds,
-            local,
-        )
+        batchings = _loading.batching(net, True), _loading.batching(net, False)
+        cut = cut_blocks(train, self._rows[False], *batchings, self._bounds, local)
+        self._window = self._blocks_at_hand(batchings[0].shuffle)
+        layouts = [self._layout(rank, rows) for rank, rows in enumerate(cut.training.rows)]
+        return replace(cut, training=replace(cut.training, layouts=layouts))
 
     def place(self, client: Client, cut: Cut, addresses: Sequence[str]) -> list[Future]:
-        return [self._place_one(client, cut, rank, address) for rank, address in enumerate(addresses)]
+        limits = _memory_limits(client)
+        placed = [
+            self._place_one(client, cut, rank, (address, limits.get(address, np.inf)))
+            for rank, address in enumerate(addresses)
+        ]
+        return [shard for shard, _ in placed] + [block for _, blocks in placed for block in blocks]
 
     def batch(self, rows: np.ndarray, training: bool) -> LazyBatch:
         return LazyBatch(lambda: (None, torch.as_tensor(self._y[self._rows[training][rows]])))
 
-    def _place_one(self, client: Client, cut: Cut, rank: int, address: str) -> Future:
-        start, stop = self._bounds[rank], self._bounds[rank + 1]
+    def _stretch(self, rank: int) -> Any:
+        return self._X[self._bounds[rank] : self._bounds[rank + 1]]
+
+    def _layout(self, rank: int, rows: np.ndarray) -> Layout:
+        """How a rank's training rows lie in blocks. It hangs on the data alone, and so do a fit's bits."""
+        bounds = self._bounds[rank] + _bounds(self._stretch(rank))
+        return Layout(np.searchsorted(self._rows[True][rows], bounds), self._window)
+
+    def _blocks_at_hand(self, shuffle: bool) -> int:
+        if not shuffle:
+            return 1
+        largest = max(self._X.chunks[0]) * math.prod(self._X.shape[1:]) * self._X.dtype.itemsize
+        return max(2, _WINDOW // max(1, largest))
+
+    def _place_one(
+        self, client: Client, cut: Cut, rank: int, worker: tuple[str, float]
+    ) -> tuple[Future, list[Future]]:
+        """A rank's shard, and the blocks that it names."""
+        address, limit = worker
+        start, stretch = self._bounds[rank], self._stretch(rank)
         batches = cut.validation_of(rank)
         train = self._rows[True][cut.training.rows[rank]]
         valid = self._rows[False][np.concatenate(batches)] if batches else np.empty(0, np.intp)
-        blocks = client.compute(
-            self._X[start:stop].to_delayed().ravel().tolist(), workers=[address], retries=3
-        )
+        X: tuple = (train - start, valid - start)
+        kept: list[Future] = []
+        if stretch.nbytes <= _TOGETHER * limit:
+            task, needed = "assemble", _compute(client, stretch.to_delayed().ravel().tolist(), address)
+        else:
+            task, (kept, needed) = "in_blocks", _keep_blocks(client, stretch, address)
+            X = tuple(_rows_in_blocks(kept, stretch, self._window, rows) for rows in X)
         weights = None if self._weights is None else self._weights[train]
-        held = ((train - start, valid - start), (self._y[train], self._y[valid]), weights)
-        sent = scatter(client, held, [address] * 3)  # too large for a graph
-        return client.submit(
-            Late(__name__, "assemble"),
-            blocks,
+        # Too large for a graph.
+        sent = scatter(client, "rows", (X, (self._y[train], self._y[valid]), weights), [address] * 3)
+        shard = client.submit(
+            Late(__name__, task),
+            needed,
             *sent[:2],
             (cut.training.sizes[rank], _lengths(batches)),
             sent[2],
+            cut.training.layout(rank),
             workers=[address],
             pure=False,
             retries=3,
+            key=f"daskps-shard-{uuid.uuid4().hex}",
         )
+        return shard, kept
+
+
+def _bounds(array: Any) -> np.ndarray:
+    """Where each block of a dask array begins, and the last one ends."""
+    return np.cumsum([0, *array.chunks[0]])
+
+
+def _memory_limits(client: Client) -> dict[str, float]:
+    workers = client.scheduler_info()["workers"]
+    return {address: worker["memory_limit"] or np.inf for address, worker in workers.items()}
+
+
+def _compute(client: Client, values: list, address: str) -> list[Future]:
+    return client.compute(values, workers=[address], retries=3)
+
+
+def _keep_blocks(client: Client, stretch: Any, address: str) -> tuple[list[Future], list[Future]]:
+    """Compute blocks on the worker where they stay; what a shard can wait for without having them all."""
+    name = f"daskps-block-{uuid.uuid4().hex}"
+    blocks = [
+        delayed(Late(__name__, "checked"))(block, dask_key_name=f"{name}-{number}")
+        for number, block in enumerate(stretch.to_delayed().ravel())
+    ]
+    counts = [delayed(len)(block, dask_key_name=f"{block.key}-rows") for block in blocks]
+    futures = _compute(client, [*blocks, *counts], address)  # in one graph, so that each is counted at once
+    return futures[: len(blocks)], futures[len(blocks) :]
+
+
+def _rows_in_blocks(kept: list[Future], stretch: Any, window: int, rows: np.ndarray) -> Blocks:
+    like = np.empty((0, *stretch.shape[1:]), stretch.dtype)
+    return Blocks([str(block.key) for block in kept], _bounds(stretch), window, rows, like)
+
+
+def checked(block: Any) -> np.ndarray:
+    """A block, if all of its values are finite."""
+    X = np.asarray(block)
+    if X.dtype.kind == "f" and not np.isfinite(X).all():
+        raise ValueError("X contains NaN or infinity: every value has to be finite.")
+    return X
 
 
 def assemble(
@@ -211,24 +290,36 @@ def assemble(
     labels: tuple[np.ndarray, np.ndarray],
     sizes: tuple[np.ndarray, np.ndarray],
     weights: np.ndarray | None,
+    layout: Layout | None = None,
 ) -> Shard:
     """Make a rank's shard out of its blocks, on its worker."""
-    X = np.concatenate([np.asarray(block) for block in blocks])
-    if X.dtype.kind == "f" and not np.isfinite(X).all():
-        raise ValueError("X contains NaN or infinity: every value has to be finite.")
-    return Shard(X[rows[0]], labels[0], sizes[0], X[rows[1]], labels[1], sizes[1], weights)
+    X = checked(np.concatenate([np.asarray(block) for block in blocks]))
+    return in_blocks([], (X[rows[0]], X[rows[1]]), labels, sizes, weights, layout)
 
 
-def scatter(client: Client, shards: Sequence[Any], addresses: Sequence[str]) -> list[Future]:
+def in_blocks(
+    counts: list[int],
+    X: tuple[Any, Any],
+    labels: tuple[np.ndarray, np.ndarray],
+    sizes: tuple[np.ndarray, np.ndarray],
+    weights: np.ndarray | None,
+    layout: Layout | None = None,
+) -> Shard:
+    """A rank's shard whose blocks are on its worker, as their counts tell."""
+    return Shard(X[0], labels[0], sizes[0], X[1], labels[1], sizes[1], weights, layout)
+
+
+def scatter(client: Client, name: str, values: Sequence[Any], addresses: Sequence[str]) -> list[Future]:
     """Send one value to each address, side by side, under keys that nobody else has."""
 
     async def send_all() -> list[Future]:
+        keys = [f"daskps-{name}-{uuid.uuid4().hex}" for _ in values]
         # One after the other would take as long as all together.
         sent = [
-            client.scatter([shard], workers=[address], hash=False, asynchronous=True)
-            for shard, address in zip(shards, addresses, strict=True)
+            client.scatter({key: value}, workers=[address], hash=False, asynchronous=True)
+            for key, value, address in zip(keys, values, addresses, strict=True)
         ]
-        return [futures[0] for futures in await asyncio.gather(*sent)]
+        return [futures[key] for key, futures in zip(keys, await asyncio.gather(*sent), strict=True)]
 
     return client.sync(send_all)
 
@@ -240,7 +331,7 @@ def _scatter_once(
     keys = [_folds.key_of(client, *pair) for pair in zip(addresses, shards, strict=True)]
     futures = [_folds.find(key) for key in keys]
     missing = [rank for rank, future in enumerate(futures) if future is None]
-    sent = scatter(client, [shards[r] for r in missing], [addresses[r] for r in missing])
+    sent = scatter(client, "shard", [shards[r] for r in missing], [addresses[r] for r in missing])
     for rank, future in zip(missing, sent, strict=True):
         futures[rank] = future
         _folds.keep(keys[rank], future, owners)

@@ -17,6 +17,7 @@ from distributed.diagnostics.plugin import WorkerPlugin
 
 import daskps
 from daskps import _environment, _random, _replica, _state
+from daskps._blocks import readable
 from daskps._housekeeping import held_back
 from daskps._loading import train_batches, validation_batches
 from daskps._partitions import Shard, epoch_order, pieces
@@ -184,13 +185,15 @@ def make_sync(net: Any, channel: Channel, ticket: Ticket, opening: Opening) -> S
 
 def end_training(order: Order, shard: Shard) -> bytes | StateNeeded:
     """The last task of a rank whose replica has callbacks: they learn that the training ends."""
-    plugin: Any = get_worker().plugins[WORKER_PLUGIN]
+    worker = get_worker()
+    plugin: Any = worker.plugins[WORKER_PLUGIN]
     with plugin.seated(order, None) as seat:
         if seat is None:
             return StateNeeded()
         try:
-            for _, callback in seat.replica.callbacks_:
-                callback.on_train_end(seat.replica, X=shard.X, y=shard.y)
+            with readable(shard, worker.data) as held:
+                for _, callback in seat.replica.callbacks_:
+                    callback.on_train_end(seat.replica, X=held.X, y=held.y)
         except KeyboardInterrupt as error:
             raise StoppedError("a callback on a rank stopped at the end of the training") from error
         return _state.dump_callbacks(seat.replica, seat.replica.callbacks_)
@@ -207,13 +210,13 @@ def run_epoch(order: Order, shard: Shard, opening: Opening | None) -> Result | S
     worker = get_worker()
     plugin: Any = worker.plugins[WORKER_PLUGIN]
     begun = perf_counter()
-    threads = _environment.torch_threads(worker.state.nthreads)
-    with threads, held_back(worker), plugin.seated(order, opening) as seat:
+    threads, quiet = _environment.torch_threads(worker.state.nthreads), held_back(worker)
+    with threads, quiet, plugin.seated(order, opening) as seat, readable(shard, worker.data) as held:
         if seat is None:
             return StateNeeded()
         _state.load_settings(seat.replica, order.settings)
         setup_seconds = perf_counter() - begun
-        return _Epoch(seat, order, shard, worker).run(setup_seconds)
+        return _Epoch(seat, order, held, worker).run(setup_seconds)
 
 
 class _Epoch:
@@ -288,7 +291,8 @@ class _Epoch:
         net.weighted_ = self.shard.weights is not None
         self.seat.sync.epoch_began()
         n_rows = int(self.shard.sizes.sum())
-        rows = epoch_order(order.seed, order.epoch, order.ticket.rank, n_rows, order.shuffle)
+        layout = self.shard.layout
+        rows = epoch_order(order.seed, order.epoch, order.ticket.rank, n_rows, order.shuffle, layout)
         self.batches = iter(train_batches(net, self.shard, pieces(rows, self.shard.sizes)))
 
     def _step(self, step: int, size: int) -> None:

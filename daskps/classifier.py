@@ -8,18 +8,20 @@ from numbers import Integral
 from time import perf_counter
 from typing import Any
 
+import cloudpickle
 import numpy as np
-from distributed import Client
+from distributed import Client, span
 from sklearn.base import BaseEstimator, ClassifierMixin, clone
 from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted
 from skorch import NeuralNetClassifier
 
-from daskps import _hooks, _inputs, _master, _prediction, config
+from daskps import _folds, _hooks, _inputs, _master, _prediction, config
 from daskps._claims import claimed
 from daskps._cluster import client_for
 from daskps._freezing import copied, freeze, thaw
 from daskps._inputs import TrainingData
+from daskps._late import unpickled
 from daskps._launch import open_run
 from daskps._preparation import Start, prepare
 from daskps._training import Job, Training, fit
@@ -154,8 +156,15 @@ class DistributedCNNClassifier(ClassifierMixin, BaseEstimator):
         Raises
         ------
         ValueError
-            If y has a label that was not announced; and what `fit` raises.
+            If y has a label that was not announced, or with ``class_weight='balanced'``; and what `fit`
+            raises.
         """
+        if isinstance(self.class_weight, str) and self.class_weight == "balanced":
+            raise ValueError(
+                "class_weight='balanced' is not supported for partial_fit, which sees a part of the rows."
+                " Pass a dict of the weights that sklearn.utils.class_weight.compute_class_weight"
+                "('balanced', ...) finds for all rows."
+            )
         known = getattr(self, "classes_", None)
         if known is not None and classes is not None and not np.array_equal(known, np.unique(classes)):
             raise ValueError(f"classes={classes!r} is not the same as at the first call: {known!r}.")
@@ -208,6 +217,8 @@ class DistributedCNNClassifier(ClassifierMixin, BaseEstimator):
         every = steps_between_rounds(self.sync_every)
         _check_n_workers(self.n_workers)
         with ExitStack() as stack:
+            stack.enter_context(_folds.fitting())
+            stack.enter_context(span("daskps"))  # how Dask's dashboard calls a fit
             on_cluster = _inputs.is_dask(X) or _inputs.is_dask(y)
             client = stack.enter_context(client_for(self.client)) if on_cluster else None
             data = _inputs.check_fit(self, X, y, classes, sample_weight, client)
@@ -215,7 +226,7 @@ class DistributedCNNClassifier(ClassifierMixin, BaseEstimator):
             clock.lap("checks")
             client = client or stack.enter_context(client_for(self.client))
             clock.lap("cluster")
-            stack.enter_context(claimed(_hooks.files(job.net)))
+            stack.enter_context(claimed(_hooks.files(job.net), config.seconds("timeouts.files")))
             self._train(client, job, data, clock)
 
     def _train(self, client: Client, job: Job, data: TrainingData, clock: Stopwatch) -> None:
@@ -285,6 +296,9 @@ class DistributedCNNClassifier(ClassifierMixin, BaseEstimator):
         if name == "client":
             return value
         return copied(value) if name == "net_" else copy.deepcopy(value, memo)
+
+    def __reduce__(self) -> tuple:
+        return unpickled, (cloudpickle.dumps((type(self), self.__getstate__())),)
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(super().__getstate__())

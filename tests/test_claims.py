@@ -5,6 +5,7 @@ import pytest
 
 from daskps import _claims
 from daskps._claims import claimed
+from daskps.exceptions import DaskpsError
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +28,7 @@ class Held:
         self.future = pool.submit(self._run, set(paths))
 
     def _run(self, paths):
-        with claimed(paths):
+        with claimed(paths, 20):
             self.has_them.set()
             assert self.let_go.wait(20)
 
@@ -35,7 +36,7 @@ class Held:
 def test_other_paths_do_not_wait(pool):
     held = Held(pool, "a")
     assert held.has_them.wait(20)
-    with claimed({"b"}):
+    with claimed({"b"}, 20):
         assert not held.future.done()
     held.let_go.set()
 
@@ -54,29 +55,39 @@ def test_who_waits_holds_nothing(pool):
     first = Held(pool, "a")
     assert first.has_them.wait(20)
     second = Held(pool, "a", "b")
-    with claimed({"b"}):  # so that no two can wait for each other
+    with claimed({"b"}, 20):  # so that no two can wait for each other
         assert not second.has_them.is_set()
     first.let_go.set()
     second.let_go.set()
 
 
 def test_one_thread_has_a_path_twice():
-    with claimed({"a"}):
-        with claimed({"a", "b"}):
+    with claimed({"a"}, 20):
+        with claimed({"a", "b"}, 20):
             assert _claims._owners.keys() == {"a", "b"}
         assert _claims._owners.keys() == {"a"}
 
 
 def test_paths_are_let_go_after_an_error():
-    with pytest.raises(KeyError), claimed({"a"}):
+    with pytest.raises(KeyError), claimed({"a"}, 20):
         raise KeyError
-    with claimed({"a"}):
+    with claimed({"a"}, 20):
         pass
+
+
+def test_patience_ends(pool):
+    held = Held(pool, "a", "b")
+    assert held.has_them.wait(20)
+    with pytest.raises(DaskpsError) as caught, claimed({"b", "c"}, 0.01):
+        pass
+    for part in ("ThreadPoolExecutor", "writing to b for", "daskps.timeouts.files (0.01 s)", "a folder"):
+        assert part in str(caught.value)
+    held.let_go.set()
 
 
 def test_no_paths_wait_for_nobody(pool):
     held = Held(pool, "a")
     assert held.has_them.wait(20)
-    with claimed(set()):
+    with claimed(set(), 20):
         pass
     held.let_go.set()

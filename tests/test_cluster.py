@@ -13,7 +13,8 @@ import pytest
 from dask.system import cpu_count
 from distributed import Client, LocalCluster, worker_client
 
-from daskps._cluster import client_for, in_task
+from daskps._cluster import client_for
+from daskps._process import in_task
 from daskps.exceptions import DaskpsError
 
 

@@ -4,7 +4,7 @@ import pytest
 from daskps import config
 from daskps._spec import Rules
 
-KEYS = ["timeouts.workers", "timeouts.connect", "timeouts.round", "timeouts.close"]
+KEYS = ["timeouts.workers", "timeouts.connect", "timeouts.round", "timeouts.close", "timeouts.files"]
 
 
 def test_defaults():

@@ -404,3 +404,13 @@ def test_callback_with_attributes_that_are_no_parameters(client):
     loaded = pickle.loads(pickle.dumps(ours))
     assert dict(loaded.net_.callbacks_)["remembers"].losses == ours.history_[3:, "train_loss"]
     assert distance(copy.deepcopy(ours), ours) == 0
+
+
+def test_balanced_classes_are_refused_in_partial_fit():
+    """As by scikit-learn: a part of the rows does not tell how many there are of each class."""
+    X, y = data()
+    clf = DistributedCNNClassifier(net(), class_weight="balanced")
+    with pytest.raises(
+        ValueError, match=r"'balanced' is not supported for partial_fit.*compute_class_weight"
+    ):
+        clf.partial_fit(X, y)

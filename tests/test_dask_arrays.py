@@ -21,9 +21,11 @@ from reference import (
     fit_plain,
     identical,
     make_net,
+    separable,
     state,
     xy,
 )
+from skorch.callbacks import GradientNormClipping
 
 DOUBLE = {"module__dtype": torch.float64}
 MODES = ["batch", "epoch"]
@@ -278,3 +280,55 @@ def test_boom(client):
     X[45, 0, 0, 0] = 0
     ours = fit_daskps(client, net, chunked(X, 30), y, n_workers=3)
     assert all(torch.isfinite(value).all() for value in state(ours).values())
+
+
+@pytest.mark.parametrize("sync_every", MODES)
+def test_rows_sorted_by_label(client, sync_every):
+    """BR-44: each worker has the one chunk of one class, and learns the others through the rounds."""
+    X, y = separable(200, 4, by=1.0)
+    by_label = np.argsort(y, kind="stable")
+    net = make_net(
+        CNN3, module__n=4, max_epochs=10, batch_size=20, train_split=None,
+        iterator_train__shuffle=True, optimizer=torch.optim.SGD, lr=0.2,
+    )  # fmt: skip
+    settings = {"sync_every": sync_every, "n_workers": 4, "random_state": 0}
+    ordered = fit_daskps(client, net, chunked(X[by_label], 50), y[by_label], **settings)
+    mixed = fit_daskps(client, net, chunked(X, 50), y, **settings)
+    assert ordered.score(X, y) >= mixed.score(X, y) - 0.05
+
+
+def test_names_on_the_dashboard(client, cluster):
+    """All tasks of a fit are in a span of their own, and those of daskps begin with its name."""
+    X, y = digits(203, np.float32)
+    spans = cluster.scheduler.extensions["spans"].spans_search_by_name
+    before = len(spans.get(("daskps",), []))
+    clip = GradientNormClipping(1.0)  # runs on the ranks, which end a training of their own
+    net = make_net(CNN3, callbacks=[("clip", clip)])
+    ours = fit_daskps(client, net, chunked(X, 50), da.from_array(y, chunks=50), n_workers=2)
+    (span,) = spans[("daskps",)][before:]
+    names = {group.prefix.name for group in span.groups}
+    assert {name for name in names if name.startswith("daskps")} == {
+        "daskps-shard",
+        "daskps-epoch",
+        "daskps-end",
+    }
+    with client.as_current():
+        predicted = ours.predict(chunked(X, 50))
+        assert {"daskps-predictor", "daskps-predict-block", "daskps-label-block"} <= {
+            dask.utils.key_split(key) for key in dict(predicted.__dask_graph__())
+        }
+
+
+def test_names_of_what_is_sent(client, monkeypatch):
+    X, y = digits(203, np.float32)
+    sent = []
+    scatter = Client.scatter
+
+    def noted(self, data, *args, **kwargs):
+        sent.extend(map(dask.utils.key_split, data))
+        return scatter(self, data, *args, **kwargs)
+
+    monkeypatch.setattr(Client, "scatter", noted)
+    for rows in (X, chunked(X, 50)):
+        fit_daskps(client, make_net(CNN3), rows, y, n_workers=2)
+    assert set(sent) == {"daskps-shard", "daskps-rows", "daskps-state"}

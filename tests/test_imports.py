@@ -14,12 +14,12 @@ PACKAGE = Path(daskps.__file__).parent
 
 # From the ground up. A module may import from the layers below its own, and from no other of its layer.
 LAYERS = [
-    ["exceptions", "_late", "_spec"],
+    ["exceptions", "_late", "_process", "_spec"],
     ["_aggregators", "_claims", "_environment", "_folds", "_handover", "_hooks", "_housekeeping",
      "_interpreter", "_leases", "_narrow",
      "_packing", "_partitions", "_random", "_server", "_sharedmemory", "_state", "_weights", "_wire",
      "config", "datasets", "modules", "report"],
-    ["_casting", "_cluster", "_events", "_freezing", "_inputs", "_links", "_loading", "_losses"],
+    ["_blocks", "_casting", "_cluster", "_events", "_freezing", "_inputs", "_links", "_loading", "_losses"],
     ["_master", "_prediction", "_rounds", "_sources", "_transport"],
     ["_buckets", "_joining"],
     ["_sync"],
@@ -117,6 +117,7 @@ class TestWeight:
         [
             "_server",
             "_aggregators",
+            "_blocks",
             "_interpreter",
             "_leases",
             "_links",

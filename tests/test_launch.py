@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import dask
 import dask.array as da
+import joblib
 import numpy as np
 import pytest
 import torch
@@ -18,6 +19,10 @@ from distributed import Client, SubprocessCluster
 from nets import CNN3, Boom, Gated, Logged, read
 from probes import leftovers, wait_until
 from reference import identical, make_net, separable, state, xy
+from sklearn.base import clone
+from sklearn.model_selection import GridSearchCV
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import FunctionTransformer
 from skorch.callbacks import Callback
 
 import daskps
@@ -419,6 +424,30 @@ def test_the_scheduler_imports_neither_torch_nor_skorch(two_workers):
     loaded = two_workers.run_on_scheduler(lambda: sorted(__import__("sys").modules))
     assert "daskps._scheduler_plugin" in loaded
     assert not {"torch", "skorch", "sklearn"} & set(loaded)
+
+
+def test_the_scheduler_does_not_import_torch_for_estimators_in_tasks(two_workers):
+    """Which travel through it in joblib's tasks; scikit-learn it does import for these."""
+    X, y = separable(120, 3)
+    estimator = DistributedCNNClassifier(small_net(max_epochs=1), n_workers=1, random_state=0)
+    # A function of this module would bring torch along by itself.
+    task = two_workers.submit(lambda clf, X, y: clf.fit(X, y).predict(X), estimator, X, y, pure=False)
+    found = task.result(timeout=60)
+    np.testing.assert_array_equal(
+        found, clone(estimator).set_params(client=two_workers).fit(X, y).predict(X)
+    )
+    with joblib.parallel_config("dask", client=two_workers):
+        search = GridSearchCV(
+            make_pipeline(FunctionTransformer(), estimator),
+            {"distributedcnnclassifier__net__lr": [0.01, 0.02]},
+            cv=2,
+            refit=False,
+            error_score="raise",
+        ).fit(X, y)
+    assert np.isfinite(search.cv_results_["mean_test_score"]).all()
+    loaded = two_workers.run_on_scheduler(lambda: sorted(__import__("sys").modules))
+    assert "sklearn" in loaded
+    assert not {"torch", "skorch", "daskps.classifier"}.intersection(loaded)
 
 
 def test_the_scheduler_is_of_another_version(two_workers, monkeypatch):

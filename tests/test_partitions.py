@@ -1,4 +1,5 @@
 import itertools
+from itertools import pairwise
 from math import ceil
 
 import numpy as np
@@ -12,6 +13,7 @@ from daskps import _loading
 from daskps._partitions import (
     Batching,
     Cut,
+    Layout,
     Plan,
     contiguous,
     cut_blocks,
@@ -351,8 +353,28 @@ class TestShuffling:
     def test_order_differs_for_another_seed_epoch_or_rank(self, key):
         assert not np.array_equal(epoch_order(3, 1, 2, 50, True), epoch_order(*key, 50, True))
 
+    def test_rows_in_blocks_are_shuffled_in_windows_of_blocks(self):
+        bounds = np.array([0, 5, 6, 6, 13, 20, 26])
+        layout = Layout(bounds, 2)
+        seen = set()
+        for epoch in range(20):
+            order = epoch_order(3, epoch, 2, 26, True, layout)
+            assert sorted(order) == list(range(26))
+            blocks = np.searchsorted(bounds, order, side="right") - 1
+            windows = [sorted({*blocks[rows]}) for rows in windows_of(blocks, bounds)]
+            seen.add(tuple(map(tuple, windows)))
+            assert sorted(block for window in windows for block in window) == [0, 1, 3, 4, 5]
+        assert len(seen) > 10
+        assert order.tolist() != sorted(order)
+
+    def test_rows_of_few_blocks_are_shuffled_all_together(self):
+        order = epoch_order(3, 0, 0, 20, True, Layout(np.array([0, 10, 20]), 2))
+        assert 0 < np.count_nonzero(order[:10] >= 10) < 10
+
     def test_without_shuffling_the_order_is_kept(self):
         assert epoch_order(3, 1, 2, 5, shuffle=False).tolist() == [0, 1, 2, 3, 4]
+        layout = Layout(np.array([0, 2, 5]), 1)
+        assert epoch_order(3, 1, 2, 5, shuffle=False, layout=layout).tolist() == [0, 1, 2, 3, 4]
         assert serial_order(5, Batching(2), seed=1).tolist() == [0, 1, 2, 3, 4]
 
     def test_global_random_state_is_left_alone(self):
@@ -362,6 +384,13 @@ class TestShuffling:
         epoch_order(3, 1, 2, 50, True)
         serial_order(50, Batching(8, shuffle=True), seed=1)
         assert (np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == before
+
+
+def windows_of(blocks, bounds):
+    """Stretches of an order at whose ends no block has rows on both sides."""
+    last = [np.flatnonzero(blocks == block).max() for block in blocks]
+    ends = [row + 1 for row in range(len(blocks)) if max(last[: row + 1]) == row]
+    return [range(start, end) for start, end in pairwise([0, *ends])]
 
 
 class TestStepRows:

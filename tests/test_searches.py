@@ -15,6 +15,7 @@ from conftest import local_cluster
 from distributed import Client
 from distributed.deploy.spec import SpecCluster
 from nets import CNN3
+from probes import wait_until
 from reference import digits, identical, make_net
 from scipy.stats import uniform
 from sklearn.base import clone
@@ -33,12 +34,13 @@ from sklearn.preprocessing import FunctionTransformer
 from skorch.callbacks import EarlyStopping, LRScheduler
 from torch import nn
 
-from daskps import DistributedCNNClassifier, _folds, _random
+from daskps import DistributedCNNClassifier, _cluster, _folds, _random
 
 X, Y = digits(90)
 FOLDS = KFold(2)
 SCORE = "neg_log_loss"
 GRID = {"net__lr": [0.01, 0.05]}
+FOUR = {"net__lr": [0.01, 0.02, 0.03, 0.04]}
 
 # Nobody may wait for ever.
 pytestmark = pytest.mark.timeout(120)
@@ -345,29 +347,49 @@ class TestFolds:
     """Every candidate fits on the same folds."""
 
     @pytest.fixture
-    def sent(self, monkeypatch):
-        """The bytes of every shard that a client sends."""
-        sizes = []
-        scatter = Client.scatter
+    def sent(self, client, cluster, monkeypatch):
+        """The bytes of every shard that comes to a worker, whoever has sent it."""
+        scheduler, sizes = cluster.scheduler, []
+        update = scheduler.update_data
 
-        def counting(self, data, *args, **kwargs):
-            sizes.append(sum(getattr(part, "nbytes", 0) for item in data for part in item))
-            return scatter(self, data, *args, **kwargs)
+        def counting(**news):
+            sizes.extend(size for key, size in news["nbytes"].items() if key.startswith("daskps-shard-"))
+            return update(**news)
 
-        monkeypatch.setattr(Client, "scatter", counting)
+        monkeypatch.setattr(scheduler, "update_data", counting)
+        monkeypatch.setitem(scheduler.handlers, "update_data", counting)
         return sizes
 
-    def test_travel_once_a_search(self, client, sent):
-        grid_search(exact_est(client, 1), {"net__lr": [0.01, 0.02, 0.03, 0.04]})
-        once = sum(X[train].nbytes + Y[train].nbytes for train, _ in FOLDS.split(X))
-        assert once <= sum(sent) <= 1.01 * once
+    ONCE = sum(X[train].nbytes + Y[train].nbytes for train, _ in FOLDS.split(X))
+
+    @pytest.mark.parametrize("by_address", [False, True])
+    def test_travel_once_a_search(self, client, sent, by_address):
+        grid_search(exact_est(client.scheduler.address if by_address else client, 1), FOUR)
+        assert len(sent) == 2
+        assert self.ONCE <= sum(sent) <= 1.05 * self.ONCE
+        wait_until(lambda: not _cluster._connections)
 
     def test_travel_once_a_search_on_threads(self, client, sent):
         """Two threads may send the same fold before either knows of the other."""
         with joblib.parallel_config("threading", n_jobs=2):
-            grid_search(exact_est(client, 4), {"net__lr": [0.01, 0.02, 0.03, 0.04]})
-        once = sum(X[train].nbytes + Y[train].nbytes for train, _ in FOLDS.split(X))
-        assert once <= sum(sent) <= 2.02 * once
+            grid_search(exact_est(client, 4), FOUR)
+        assert len(sent) <= 16
+        assert self.ONCE <= sum(sent) <= 2.05 * self.ONCE
+
+    def test_travel_once_a_process_in_tasks(self, client, sent):
+        two = list(client.scheduler_info()["workers"])[:2]
+        with joblib.parallel_config("dask", client=client, workers=two):
+            grid_search(exact_est(None, 4), FOUR)
+        self.assert_twice_at_most(sent)
+
+    def test_travel_once_a_process_on_loky(self, client, sent):
+        grid_search(exact_est(client, 4), FOUR, n_jobs=2)
+        self.assert_twice_at_most(sent)
+
+    def assert_twice_at_most(self, sent):
+        """From each of two processes once; and they are forgotten, as the client's fixture finds."""
+        assert 8 <= len(sent) <= 16
+        assert self.ONCE <= sum(sent) <= 2.1 * self.ONCE
 
     def test_are_forgotten_when_the_search_is_over(self, client):
         """The fixture looks at the cluster; nothing is left on the client either."""
