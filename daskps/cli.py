@@ -141,7 +141,9 @@ def _net(split: Any, n_epochs: int, n_shards: int) -> Any:
         iterator_train__shuffle=True,
         train_split=None,
         verbose=0,
-        callbacks=[ProgressBar(batches_per_epoch=n_batches, detect_notebook=False)] if sys.stderr.isatty() else [],
+        callbacks=[ProgressBar(batches_per_epoch=n_batches, detect_notebook=False)]
+        if sys.stderr.isatty()
+        else [],
     )
 
 

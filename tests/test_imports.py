@@ -15,10 +15,12 @@ PACKAGE = Path(daskps.__file__).parent
 # From the ground up. A module may import from the layers below its own, and from no other of its layer.
 LAYERS = [
     ["exceptions", "_late", "_spec"],
-    ["_aggregators", "_claims", "_environment", "_folds", "_handover", "_hooks", "_interpreter", "_leases",
-     "_packing", "_partitions", "_random", "_server", "_sharedmemory", "_state", "_weights", "_wire",
-     "config", "datasets", "modules", "report"],
-    ["_casting", "_cluster", "_events", "_freezing", "_inputs", "_links", "_loading", "_losses"],
+    ["_advice", "_aggregators", "_claims", "_environment", "_folds", "_handover", "_hooks", "_html",
+     "_interpreter", "_leases", "_packing", "_partitions", "_random", "_server", "_sharedmemory", "_state",
+     "_weights", "_wire", "config", "datasets", "modules", "speedup"],
+    ["_casting", "_cluster", "_drawing", "_events", "_freezing", "_inputs", "_links", "_loading",
+     "_losses"],
+    ["report"],
     ["_master", "_prediction", "_rounds", "_sources", "_transport"],
     ["_joining", "_sync"],
     ["_scheduler_plugin"],
@@ -124,6 +126,7 @@ class TestWeight:
             "_spec",
             "_wire",
             "report",
+            "speedup",
             "exceptions",
         ],
     )
