@@ -164,6 +164,17 @@ class FitReport:
         names = ("n_batches", "C", "S", "predicted_speedup", "idle_share", "boundary_share")
         return {**asdict(self), **{name: getattr(self, name) for name in names}, "advice": self.advice()}
 
+    @classmethod
+    def from_dict(cls, plain: dict[str, Any]) -> FitReport:
+        """The report of which `to_dict` made ``plain``, or JSON of it.
+
+        Returns
+        -------
+        FitReport
+        """
+        values = {name: plain[name] for name in cls.__dataclass_fields__}
+        return cls(**{**values, "ranks": [RankEpoch(**entry) for entry in plain["ranks"]]})
+
     def to_frame(self) -> Any:
         """One row for every epoch and rank.
 

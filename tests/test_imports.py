@@ -15,11 +15,11 @@ PACKAGE = Path(daskps.__file__).parent
 # From the ground up. A module may import from the layers below its own, and from no other of its layer.
 LAYERS = [
     ["exceptions", "_late", "_spec"],
-    ["_advice", "_aggregators", "_claims", "_environment", "_folds", "_handover", "_hooks", "_html",
-     "_interpreter", "_leases", "_packing", "_partitions", "_random", "_server", "_sharedmemory", "_state",
-     "_weights", "_wire", "config", "datasets", "modules", "speedup"],
+    ["_advice", "_aggregators", "_claims", "_emulation", "_environment", "_folds", "_handover", "_hooks",
+     "_html", "_interpreter", "_leases", "_machine", "_packing", "_partitions", "_random", "_server",
+     "_sharedmemory", "_state", "_weights", "_wire", "config", "datasets", "modules", "speedup"],
     ["_casting", "_cluster", "_drawing", "_events", "_freezing", "_inputs", "_links", "_loading",
-     "_losses"],
+     "_losses", "_workload"],
     ["report"],
     ["_master", "_prediction", "_rounds", "_sources", "_transport"],
     ["_joining", "_sync"],
@@ -31,6 +31,9 @@ LAYERS = [
     ["_preparation"],
     ["classifier"],
     ["__init__"],
+    ["_demo", "_trial"],
+    ["_experiment"],
+    ["_speedup_plot", "_speedup_table"],
     ["cli"],
     ["__main__"],
 ]  # fmt: skip

@@ -123,6 +123,9 @@ class TestExport:
         assert plain["boundary_share"] == report.boundary_share
         assert plain["advice"] == report.advice()
 
+    def test_from_dict_gives_back_what_to_dict_took(self, report):
+        assert FitReport.from_dict(json.loads(json.dumps(report.to_dict()))) == report
+
     def test_to_frame_has_a_row_for_every_epoch_and_rank(self, report):
         pytest.importorskip("pandas")
         frame = report.to_frame()
