@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from daskps._experiment import Cell, Mode, Results, Row, fitted, mode_name, rows
+from daskps._experiment import Cell, Mode, Results, Row, fitted, mode_name, name, rows
+
+# So many times longer than it was told to, a step did not only wait.
+_CROWDED = 1.5
 
 _HEADS = [
     "mode",
@@ -30,12 +33,12 @@ def text(results: Results) -> str:
     return "\n".join([*_warning(results), *lines, "", *notes(results)])
 
 
-def markdown(results: Results) -> str:
-    """The table for a page of the documentation, after the command that measured it."""
+def markdown(results: Results, command: str) -> str:
+    """The table for a page of the documentation, after the command that measures it."""
     lines = [_HEADS, ["---"] * len(_HEADS), *(_cells(row, results.fit_to) for row in rows(results))]
     table = ["| " + " | ".join(line) + " |" for line in lines]
     below = [f"- {note}" for note in notes(results)]
-    return "\n".join([f"    {results.command}", "", *_warning(results), "", *table, "", *below, ""])
+    return "\n".join([f"    {command}", "", *_warning(results), "", *table, "", *below, ""])
 
 
 def notes(results: Results) -> list[str]:
@@ -52,7 +55,29 @@ def notes(results: Results) -> list[str]:
         "C, S: computing, and waiting and moving data, for a batch.",
         f"Predicted: {_fit(results)}.",
         *(f"Model, {_model_name(*key)}: {_one_line(str(model))}" for key, model in models),
+        *_crowded(results),
     ]
+
+
+def _crowded(results: Results) -> list[str]:
+    """Where waiting took far longer than it was told to: the cores were busy with other ranks."""
+    emulate = results.base.emulate
+    if emulate is None:
+        return []
+    lines = []
+    for row in rows(results):
+        trial, report = row.trial, row.report
+        if report is None:
+            continue
+        shared = trial.workers if trial.sync_every == "batch" else 1
+        asked = emulate[0] + emulate[1] * trial.batch_size / shared
+        took = report.C / shared
+        if took > _CROWDED * asked:
+            lines.append(
+                f"Too few cores for {name(trial)}: steps took {1000 * took:.3g} ms in place of"
+                f" {1000 * asked:.3g} ms. Wait longer with --emulate."
+            )
+    return lines
 
 
 def _warning(results: Results) -> list[str]:

@@ -52,9 +52,28 @@ class TestText:
             "EMULATED: nothing was computed. Each step waited 2 ms + 0.5625 ms for each row"
         )
 
+    def test_says_where_cores_were_too_few_to_emulate(self):
+        def crowded(trial):
+            outcome = outcome_of(trial)
+            if trial.workers == 2:
+                outcome.report["ranks"] = [
+                    {**entry, "compute_seconds": 2 * entry["compute_seconds"]}
+                    for entry in outcome.report["ranks"]
+                ]
+            return outcome
+
+        base = replace(PLAN.base, emulate=(0.002, 0.0005625))
+        plan = replace(PLAN, base=base, modes=("batch",))
+        notes = _speedup_table.notes(results_of(plan, crowded))
+        (note,) = [note for note in notes if note.startswith("Too few cores")]
+        assert note.startswith(
+            "Too few cores for batch, 2x1, emulated: steps took 22 ms in place of 11 ms."
+        )
+        assert not any("Too few" in note for note in _speedup_table.notes(results_of(plan)))
+
 
 def test_markdown_has_the_command_and_the_same_cells():
-    lines = _speedup_table.markdown(results_of(PLAN)).splitlines()
+    lines = _speedup_table.markdown(results_of(PLAN), "daskps speedup").splitlines()
     assert lines[0] == "    daskps speedup"
     table = [line for line in lines if line.startswith("|")]
     assert len(table) == 2 + 7
