@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -208,7 +209,7 @@ class FitReport:
     def __str__(self) -> str:
         head = f"{self.world_size} rank(s), sync_every={self.sync_every!r}, batch_size={self.batch_size}"
         lines = [f"{name:<9} {value}".rstrip() for name, value in self.summary().items()]
-        return "\n".join([head, *lines, self.advice(), "", *self._table()])
+        return "\n".join([head, *lines, textwrap.fill(self.advice(), 100), "", *self._table()])
 
     def _repr_html_(self) -> str:
         return _html.report_html(self)

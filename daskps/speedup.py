@@ -328,13 +328,14 @@ def _epochs(report: Any) -> list[tuple[float, float, float, float]]:
 
 def _epoch(report: Any, epoch: int) -> tuple[float, float, float, float]:
     entries = [entry for entry in report.ranks if entry.epoch == epoch]
+    n_workers = len(entries)  # of this epoch: not every epoch need have had all
     steps = sum(entry.steps for entry in entries)
     rows = sum(entry.rows for entry in entries) / steps
-    batch_size = rows * report.world_size if report.sync_every == "batch" else rows
+    batch_size = rows * n_workers if report.sync_every == "batch" else rows
     compute = sum(entry.compute_seconds for entry in entries) / steps
     idle = sum(entry.wait_seconds + entry.sync_seconds for entry in entries)
     meetings = sum(n_meetings(report.sync_every, entry.steps) for entry in entries)
-    return report.world_size, batch_size, compute, idle / meetings
+    return n_workers, batch_size, compute, idle / meetings
 
 
 def n_meetings(sync_every: str | int, steps: int) -> int:

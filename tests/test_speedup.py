@@ -1,10 +1,12 @@
+import doctest
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 from reports import report_of
 
-from daskps import SpeedupModel
+from daskps import SpeedupModel, speedup
 from daskps.report import FitReport
 from daskps.speedup import n_meetings
 
@@ -214,3 +216,14 @@ class TestText:
 @pytest.mark.parametrize(("sync_every", "steps", "n"), [("batch", 10, 10), ("epoch", 10, 1), (4, 10, 3)])
 def test_meetings_of_an_epoch(sync_every, steps, n):
     assert n_meetings(sync_every, steps) == n
+
+
+class TestExamples:
+    def test_of_the_docstring_are_true(self):
+        assert doctest.testmod(speedup) == (0, 2)
+
+    def test_of_the_page_are_true(self):
+        page = Path(__file__).parents[1] / "docs" / "how_many_workers.md"
+        if not page.exists():
+            pytest.skip("the documentation is not here")
+        assert doctest.testfile(str(page), module_relative=False) == (0, 4)
