@@ -75,5 +75,5 @@ bench-peers: $(STAMP)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info docs/_build .pytest_cache .mypy_cache .ruff_cache
-	rm -rf asv_bench/env asv_bench/html asv_bench/results dask-worker-space
+	rm -rf asv_bench/env asv_bench/html asv_bench/results asv_bench/node_modules dask-worker-space
 	find daskps tests docs asv_bench -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,17 +1,17 @@
 """Open the published benchmarks in a real browser, headless: python asv_bench/look.py
 
-Fails unless the page of the speedup shows a graph with points. Writes pictures of the pages beside
-the published files, to be looked at. Needs chromium; without a network also the libraries that asv
-takes from the web, which Debian packages:
+Fails unless the browser draws the graph of the speedup from points that it has fetched. Leaves pictures
+of the pages beside the published files, to be looked at. Needs chromium. asv's pages load libraries from
+the web; without it, `npm install` in this folder brings the same ones:
 
-    apt-get install chromium libjs-jquery libjs-jquery-flot libjs-jquery-stupidtable libjs-bootstrap \
-        node-blueimp-md5
+    apt-get install chromium npm && npm install --prefix asv_bench
 """
 
 from __future__ import annotations
 
 import argparse
 import http.server
+import json
 import re
 import shutil
 import subprocess
@@ -22,25 +22,31 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import ClassVar
+from urllib.parse import unquote
 
 HTML = Path(__file__).with_name("html")
+MODULES = Path(__file__).with_name("node_modules")
 GRAPH = "fit.StrongScaling.track_speedup"
-# What asv's page loads from the web, by the end of its address, and where Debian puts it.
+# What asv's page loads from the web, by the end of its address, and where npm puts it.
 LIBRARIES = {
-    "jquery-3.3.1.min.js": "/usr/share/javascript/jquery/jquery.min.js",
-    "jquery.flot.min.js": "/usr/share/javascript/jquery-flot/jquery.flot.min.js",
-    "jquery.flot.time.min.js": "/usr/share/javascript/jquery-flot/jquery.flot.time.min.js",
-    "jquery.flot.selection.min.js": "/usr/share/javascript/jquery-flot/jquery.flot.selection.min.js",
-    "jquery.flot.categories.min.js": "/usr/share/javascript/jquery-flot/jquery.flot.categories.min.js",
-    "stupidtable.min.js": "/usr/share/javascript/jquery-stupidtable/stupidtable.min.js",
-    "md5.min.js": "/usr/share/javascript/blueimp-md5/js/md5.min.js",
-    "bootstrap.min.js": "/usr/share/javascript/bootstrap/js/bootstrap.min.js",
-    "bootstrap.min.css": "/usr/share/javascript/bootstrap/css/bootstrap.min.css",
+    "jquery-3.3.1.min.js": "jquery/dist/jquery.min.js",
+    "jquery.flot.min.js": "flot/jquery.flot.js",
+    "jquery.flot.time.min.js": "flot/jquery.flot.time.js",
+    "jquery.flot.selection.min.js": "flot/jquery.flot.selection.js",
+    "jquery.flot.categories.min.js": "flot/jquery.flot.categories.js",
+    "jquery.flot.orderBars.js": "flot-orderbars/js/jquery.flot.orderBars.js",
+    "stupidtable.min.js": "stupid-table-plugin/stupidtable.min.js",
+    "md5.min.js": "blueimp-md5/js/md5.min.js",
+    "bootstrap.min.js": "bootstrap/dist/js/bootstrap.min.js",
+    "bootstrap.min.css": "bootstrap/dist/css/bootstrap.min.css",
 }
 
 
 class Handler(http.server.SimpleHTTPRequestHandler):
     """The published files, and the libraries under /library/ where they are here."""
+
+    fetched: ClassVar[set[str]] = set()
 
     def do_GET(self) -> None:
         if self.path.split("?")[0] in ("/", "/index.html"):
@@ -50,8 +56,9 @@ class Handler(http.server.SimpleHTTPRequestHandler):
         elif self.path.startswith("/library/"):
             name = self.path.rsplit("/", 1)[1]
             kind = "text/css" if name.endswith(".css") else "text/javascript"
-            self._send(Path(LIBRARIES[name]).read_bytes(), kind)
+            self._send((MODULES / LIBRARIES[name]).read_bytes(), kind)
         else:
+            self.fetched.add(unquote(self.path.split("?")[0]))
             super().do_GET()
 
     def _send(self, content: bytes, kind: str) -> None:
@@ -67,13 +74,12 @@ class Handler(http.server.SimpleHTTPRequestHandler):
 
 def _with_local_libraries(page: str) -> str:
     for name, file in LIBRARIES.items():
-        if Path(file).exists():
-            # Another build of the library does not have the hash that the page asks for.
+        if (MODULES / file).exists():
+            # A library that was built or zipped otherwise has not the hash that the page asks for.
             page = re.sub(
                 rf'"https://[^"]*/{re.escape(name)}" integrity="[^"]*"', f'"library/{name}"', page
             )
-    # Only graphs with bars use it, and Debian has none. It must not hold up the page.
-    return re.sub(r'<script src="[^"]*jquery\.flot\.orderBars\.js".*?</script>', "", page)
+    return page
 
 
 @contextmanager
@@ -107,7 +113,15 @@ def missing_of(dom: str) -> list[str]:
         "labels of its axes": "flot-tick-label",
         "the parameter that tells modes apart": "sync_every",
     }
-    return [what for what, text in wanted.items() if text not in dom]
+    missing = [what for what, text in wanted.items() if text not in dom]
+    return missing if _points() else [*missing, "points"]
+
+
+def _points() -> list:
+    """What the browser has fetched to be drawn: pairs of a commit and a value for each mode."""
+    files = [path for path in Handler.fetched if path.endswith(f"/{GRAPH}.json") and "summary" not in path]
+    series = [json.loads((HTML / file.lstrip("/")).read_text("utf-8")) for file in files]
+    return [point for points in series for point in points if point[1] is not None]
 
 
 def main() -> None:
@@ -126,7 +140,7 @@ def main() -> None:
             print(HTML / f"{name}.png")
     if missing := missing_of(dom):
         sys.exit(f"The page of {GRAPH} lacks: {', '.join(missing)}.")
-    print(f"{GRAPH} shows a graph.")
+    print(f"{GRAPH} shows a graph of {len(_points())} point(s).")
 
 
 if __name__ == "__main__":
