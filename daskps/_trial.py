@@ -102,7 +102,7 @@ def in_a_process(trial: Trial) -> Outcome:
     Raises
     ------
     RuntimeError
-        If it failed; with what it printed.
+        If it failed, with what it printed; or took longer than an hour.
     """
     kept = {name: value for name, value in os.environ.items() if name not in _ALLOCATOR}
     command = [sys.executable, "-m", "daskps._trial", json.dumps(asdict(trial))]
@@ -117,6 +117,8 @@ def in_a_process(trial: Trial) -> Outcome:
         )
         try:
             out, errors = process.communicate(timeout=_LONGEST_SECONDS)
+        except subprocess.TimeoutExpired as error:
+            raise RuntimeError(f"{trial} was not done after {_LONGEST_SECONDS} s") from error
         finally:
             _end_session(process)
     if process.returncode:

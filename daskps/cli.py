@@ -23,6 +23,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.command_line = shlex.join(["daskps", *arguments])
     try:
         options.run(options)
+    except KeyboardInterrupt:
+        print("daskps: stopped", file=sys.stderr)
+        return 130
     except (FileNotFoundError, ImportError, RuntimeError, ValueError) as error:
         print(f"daskps: {error}", file=sys.stderr)
         return 1

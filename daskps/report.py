@@ -173,7 +173,7 @@ class FitReport:
         -------
         FitReport
         """
-        values = {name: plain[name] for name in cls.__dataclass_fields__}
+        values = {name: plain[name] for name in cls.__dataclass_fields__ if name in plain}
         return cls(**{**values, "ranks": [RankEpoch(**entry) for entry in plain["ranks"]]})
 
     def to_frame(self) -> Any:

@@ -106,6 +106,14 @@ class TestSpeedup:
         assert cli.main(["speedup", *arguments]) == 1
         assert message in capsys.readouterr().err
 
+    def test_ctrl_c_is_no_error_of_ours(self, monkeypatch, capsys):
+        def stopped(trial):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(_trial, "in_a_process", stopped)
+        assert cli.main(["speedup"]) == 130
+        assert capsys.readouterr().err == "daskps: stopped\n"
+
     def test_a_trial_that_fails_is_one_line_with_its_own_words(self, monkeypatch, capsys):
         def fails(trial):
             raise RuntimeError(f"{trial} failed:\nOutOfMemory")

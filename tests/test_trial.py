@@ -1,10 +1,13 @@
 """Trials: one of them with a cluster of its own."""
 
 import json
+import subprocess
 import sys
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
+from probes import wait_until
 
 from daskps._trial import Outcome, Trial, in_a_process, run
 from daskps.report import FitReport
@@ -40,6 +43,29 @@ def test_emulated_on_two_workers_waits_and_exchanges_for_real():
     assert outcome.accuracy == {}
     assert set(outcome.memory) == {"client", "scheduler", "worker"}
     assert outcome.memory["scheduler"] < outcome.memory["worker"]  # it has no torch
+
+
+def test_that_hangs_is_ended_with_all_that_it_started(monkeypatch, tmp_path):
+    python, child = tmp_path / "python", tmp_path / "child"
+    python.write_text(f"#!/bin/sh\nsleep 600 &\necho $! >{child}.new\nmv {child}.new {child}\nwait\n")
+    python.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(python))
+
+    def give_up(process, timeout):
+        wait_until(child.exists)
+        raise subprocess.TimeoutExpired(process.args, timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "communicate", give_up)
+    with pytest.raises(RuntimeError, match=r"was not done after 3600 s"):
+        in_a_process(DIGITS)
+    wait_until(lambda: not is_running(int(child.read_text())))
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except OSError:
+        return False
 
 
 def test_that_fails_says_why(monkeypatch, tmp_path):
