@@ -120,7 +120,7 @@ def missing_of(dom: str) -> list[str]:
 def _points() -> list:
     """What the browser has fetched to be drawn: pairs of a commit and a value for each mode."""
     asked = [path for path in Handler.fetched if path.endswith(f"/{GRAPH}.json") and "summary" not in path]
-    # The browser asks for every combination of what differs, such as an environment that ran other benchmarks.
+    # The browser asks for every combination of what differs, also for those that were never run.
     files = [HTML / path.lstrip("/") for path in asked]
     series = [json.loads(file.read_text("utf-8")) for file in files if file.exists()]
     return [point for points in series for point in points if point[1] is not None]
