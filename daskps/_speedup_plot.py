@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from daskps._comparison import Row, curve, fitted, rows
 from daskps._drawing import pyplot
-from daskps._experiment import Mode, Results, Row, curve, fitted, mode_name, rows
+from daskps._experiment import Mode, Results, mode_name
 from daskps.speedup import SpeedupModel
 
 _COLOURS = ("#4c78a8", "#e4792b", "#3a923a", "#c03d3e", "#8a60b0")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from daskps._experiment import Cell, Mode, Results, Row, fitted, mode_name, name, rows
+from daskps._comparison import Row, fitted, rows
+from daskps._experiment import Cell, Mode, Results, mode_name, name
 
 # So many times longer than it was told to, a step did not only wait.
 _CROWDED = 1.5

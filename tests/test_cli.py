@@ -1,7 +1,7 @@
 import json
 
 import pytest
-from reports import outcome_of
+from experiments import outcome_of
 
 from daskps import _trial, cli
 from daskps._experiment import Cell, Plan

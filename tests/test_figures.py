@@ -34,8 +34,7 @@ def test_every_figure_that_a_page_includes_is_made_and_is_there():
 
 def test_what_was_measured_gives_table_and_picture_and_what_was_not_says_what_to_run(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib").use("agg")
-    from reports import outcome_of
-    from test_experiment import PLAN, results_of
+    from experiments import PLAN, outcome_of, results_of
 
     monkeypatch.setattr(measure, "FOLDER", tmp_path)
     measure.render("fashion-mnist")

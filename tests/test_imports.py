@@ -33,6 +33,7 @@ LAYERS = [
     ["__init__"],
     ["_demo", "_trial"],
     ["_experiment"],
+    ["_comparison"],
     ["_speedup_plot", "_speedup_table"],
     ["cli"],
     ["__main__"],

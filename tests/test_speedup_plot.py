@@ -1,8 +1,7 @@
 from dataclasses import replace
 
 import pytest
-from reports import BASE_SECONDS, outcome_of
-from test_experiment import PLAN, results_of
+from experiments import BASE_SECONDS, PLAN, outcome_of, results_of
 
 from daskps import _speedup_plot
 from daskps._experiment import Cell

@@ -1,7 +1,6 @@
 from dataclasses import replace
 
-from reports import outcome_of
-from test_experiment import PLAN, results_of
+from experiments import PLAN, outcome_of, results_of
 
 from daskps import _speedup_table
 
