@@ -4,19 +4,22 @@
 #   make demo   [DEMO_ARGS='--data fashion-mnist --epochs 3']
 #   make test   [PYTEST_ARGS='tests/test_server.py -x']
 #   make lint | docs | format | clean
+#   make bench  [BENCH_ARGS='--bench fit' DASKPS_BENCH_PROFILE=regular]
+#   make figures
 #   make bench-peers   [PEERS_ARGS='--batches 32 --json peers.json']
 
 PYTHON ?= python3
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
 PEERS_ARGS ?=
+BENCH_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format docs bench-peers venv clean
+.PHONY: help demo test lint format docs bench figures bench-peers venv clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -53,11 +56,24 @@ docs: $(STAMP)
 	$(BIN)/sphinx-build -q -n -W --keep-going -b html docs docs/_build/html
 	@echo "docs/_build/html/index.html"
 
+# With what is installed, for the commit that is checked out. In minutes; an hour with the profile
+# regular. The page can be looked at with: asv preview
+bench: $(STAMP)
+	cd asv_bench && ../$(BIN)/asv machine --yes >/dev/null
+	cd asv_bench && ../$(BIN)/asv run -E existing:../$(BIN)/python --show-stderr \
+	    --set-commit-hash $$(git rev-parse HEAD) $(BENCH_ARGS)
+	cd asv_bench && ../$(BIN)/asv publish
+	@echo "asv_bench/html/index.html"
+
+# The tables and pictures of the documentation. Two hours on two cores, with nothing else running.
+figures: $(STAMP)
+	$(BIN)/python docs/figures/measure.py
+
 # Half an hour on two cores, with nothing else running.
 bench-peers: $(STAMP)
 	$(BIN)/python asv_bench/peers.py $(PEERS_ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info docs/_build .pytest_cache .mypy_cache .ruff_cache
-	rm -rf asv_bench/env asv_bench/html asv_bench/results dask-worker-space
+	rm -rf asv_bench/env asv_bench/html asv_bench/results asv_bench/node_modules dask-worker-space
 	find daskps tests docs asv_bench -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from daskps.exceptions import WorkerLostError as WorkerLostError
     from daskps.modules import CNN as CNN
     from daskps.report import FitReport as FitReport
+    from daskps.speedup import SpeedupModel as SpeedupModel
 
 __version__ = "0.1.0"
 
@@ -32,6 +33,7 @@ _HOMES = {
     "FitReport": "daskps.report",
     "InstallationError": "daskps.exceptions",
     "RoundTimeoutError": "daskps.exceptions",
+    "SpeedupModel": "daskps.speedup",
     "WorkerLostError": "daskps.exceptions",
     "on_ranks": "daskps._hooks",
 }
@@ -44,6 +46,7 @@ __all__ = [
     "FitReport",
     "InstallationError",
     "RoundTimeoutError",
+    "SpeedupModel",
     "WorkerLostError",
     "__version__",
     "datasets",

@@ -1,182 +1,182 @@
-"""The command line: ``daskps demo``."""
+"""The command line: ``daskps demo`` and ``daskps speedup``."""
 
 from __future__ import annotations
 
 import argparse
-import logging
-import math
 import os
-import platform
+import shlex
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 EPOCHS = {"digits": 20, "fashion-mnist": 3}
-BATCH_SIZE = 32
+DATA = ("digits", "fashion-mnist", "synthetic")
+
+# The part of an emulated step that does not shrink with its rows, unless it is said.
+_FIXED_SHARE = 0.1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
+    arguments = sys.argv[1:] if arguments is None else arguments
     options = _parser().parse_args(arguments)
+    options.command_line = shlex.join(["daskps", *arguments])
     try:
-        demo(options.data, options.workers, options.epochs or EPOCHS[options.data])
-    except FileNotFoundError as error:
+        options.run(options)
+    except KeyboardInterrupt:
+        print("daskps: stopped", file=sys.stderr)
+        return 130
+    except (FileNotFoundError, ImportError, RuntimeError, ValueError) as error:
         print(f"daskps: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """One row of the demo's table."""
+def _demo(options: argparse.Namespace) -> None:
+    from daskps._demo import demo
 
-    mode: str
-    workers: int
-    images_per_second: float
-    accuracy: float
-    predicted: float | None = None
+    demo(options.data, options.workers, options.epochs or EPOCHS[options.data])
 
 
-def demo(data: str, n_workers: int, n_epochs: int) -> list[Outcome]:
-    """Train the same net in one process and on a local cluster, and print what came of it.
+def _speedup(options: argparse.Namespace) -> None:
+    from daskps import _experiment, _speedup_table, _trial
 
-    Parameters
-    ----------
-    data : {'digits', 'fashion-mnist'}
-    n_workers : int
-        Workers of one thread each.
-    n_epochs : int
+    _check_files(options)
+    results = _experiment.measure(_plan(options), options.command_line, _trial.in_a_process, _note)
+    print(_speedup_table.text(results))
+    if options.json:
+        results.save(options.json)
+    if options.plot:
+        from daskps import _speedup_plot
 
-    Returns
-    -------
-    list of Outcome
-        Plain skorch, 'batch' and 'epoch'.
-    """
-    from distributed import Client, LocalCluster
-
-    split = _load(data)
-    # A busy machine tears an interpreter with torch down in more than the seconds that Dask allows.
-    logging.getLogger("distributed.nanny").setLevel(logging.ERROR)
-    print(_describe(data, split, n_workers, n_epochs), flush=True)
-    cluster = LocalCluster(n_workers, threads_per_worker=1, scheduler_kwargs={"dashboard_address": ":0"})
-    with cluster, Client(cluster, set_as_default=False) as client:
-        plain = _train_plainly(split, n_epochs)
-        trained = [_train(split, n_epochs, mode, n_workers, client) for mode in ("batch", "epoch")]
-    outcomes = [plain, *trained]
-    print(table(outcomes))
-    if data == "digits":
-        print("\nDigits are too small for a speedup: an epoch's work is shorter than its start and end.")
-        print("See one with: daskps demo --data fashion-mnist")
-    return outcomes
+        _speedup_plot.draw(results).savefig(options.plot, dpi=120)
 
 
-def table(outcomes: Sequence[Outcome]) -> str:
-    """The demo's results as text; the first row is what the others are compared with."""
-    base = outcomes[0].images_per_second
-    head = f"{'mode':<14}{'workers':>8}{'images/s':>10}{'speedup':>9}{'predicted':>11}{'test accuracy':>15}"
-    rows = [
-        f"{o.mode:<14}{o.workers:>8}{o.images_per_second:>10.0f}{o.images_per_second / base:>9.2f}"
-        f"{'-' if o.predicted is None else format(o.predicted, '.2f'):>11}{o.accuracy:>15.4f}"
-        for o in outcomes
-    ]
-    return "\n".join(["", head, *rows])
+def _plan(options: argparse.Namespace) -> Any:
+    from daskps._experiment import Cell, Plan
+    from daskps._trial import Trial
 
-
-def _train_plainly(split: Any, n_epochs: int) -> Outcome:
-    import torch
-
-    X_train, X_test, y_train, y_test = split
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        net = _net(split, n_epochs, 1).fit(X_train, y_train)
-    finally:
-        torch.set_num_threads(threads)
-    seconds = sorted(net.history[:, "dur"])[n_epochs // 2]
-    return Outcome("plain skorch", 1, len(X_train) / seconds, float(net.score(X_test, y_test)))
-
-
-def _train(split: Any, n_epochs: int, sync_every: str, n_workers: int, client: Any) -> Outcome:
-    from daskps import DistributedCNNClassifier
-
-    X_train, X_test, y_train, y_test = split
-    clf = DistributedCNNClassifier(
-        _net(split, n_epochs, 1 if sync_every == "batch" else n_workers),
-        sync_every=sync_every,
-        n_workers=n_workers,
-        client=client,
-        random_state=0,
-    ).fit(X_train, y_train)
-    seconds = sorted(clf.history_[:, "dur"])[n_epochs // 2]
-    return Outcome(
-        sync_every,
-        clf.report_.world_size,
-        len(X_train) / seconds,
-        float(clf.score(X_test, y_test)),
-        clf.report_.predicted_speedup,
+    emulate = options.emulate
+    base = Trial(
+        options.data,
+        options.rows,
+        options.batch_size,
+        options.epochs,
+        emulate=None if emulate is None else (emulate[0], emulate[1] / options.batch_size),
     )
+    grid = tuple(Cell(*cell) for cell in options.grid)
+    unknown = set(options.fit) - {cell.workers for cell in grid}
+    if unknown:
+        raise ValueError(f"--fit names {sorted(unknown)} workers, which are not in --grid.")
+    return Plan(base, grid, tuple(options.sync), options.repeats, tuple(options.fit))
 
 
-def _net(split: Any, n_epochs: int, n_shards: int) -> Any:
-    import torch
-    from skorch import NeuralNetClassifier
-    from skorch.callbacks import ProgressBar
+def _check_files(options: argparse.Namespace) -> None:
+    """Before an hour's work, not after it."""
+    if options.plot:
+        from daskps._drawing import pyplot
 
-    from daskps import CNN
-
-    X_train, _, y_train, _ = split
-    n_batches = math.ceil(len(X_train) / n_shards / BATCH_SIZE)
-    torch.manual_seed(0)
-    return NeuralNetClassifier(
-        CNN,
-        module__input_shape=X_train.shape[1:],
-        module__n_classes=int(y_train.max()) + 1,
-        criterion=torch.nn.CrossEntropyLoss,
-        optimizer=torch.optim.SGD,
-        optimizer__momentum=0.9,
-        lr=0.05 if len(X_train) < 10_000 else 0.01,
-        batch_size=BATCH_SIZE,
-        max_epochs=n_epochs,
-        iterator_train__shuffle=True,
-        train_split=None,
-        verbose=0,
-        callbacks=[ProgressBar(batches_per_epoch=n_batches, detect_notebook=False)]
-        if sys.stderr.isatty()
-        else [],
-    )
+        pyplot()
+    for file in filter(None, (options.json, options.plot)):
+        folder = os.path.dirname(os.path.abspath(file))
+        if not os.access(folder, os.W_OK):
+            raise ValueError(f"cannot write {file}: {folder} is no folder that can be written to.")
 
 
-def _load(data: str) -> Any:
-    from daskps import datasets
-
-    if data == "digits":
-        return datasets.load_digits_images()
-    return datasets.load_fashion_mnist()
-
-
-def _describe(data: str, split: Any, n_workers: int, n_epochs: int) -> str:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return (
-        f"{data}: {len(split[0])} training images, {len(split[1])} test images, {n_epochs} epochs,"
-        f" {n_workers} workers of one thread, {platform.machine()} with {cores} cores"
-    )
+def _note(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="daskps", description="Train one network on a Dask cluster.")
     commands = parser.add_subparsers(dest="command", required=True)
-    command = commands.add_parser(
-        "demo", help="train a CNN in one process and on a local cluster, and compare"
-    )
-    command.add_argument("--data", choices=sorted(EPOCHS), default="digits")
-    command.add_argument("--workers", type=_positive, default=2, metavar="K")
-    command.add_argument("--epochs", type=_positive, default=None, metavar="N")
+    _add_demo(commands)
+    _add_speedup(commands)
     return parser
 
 
+def _add_demo(commands: Any) -> None:
+    command = commands.add_parser(
+        "demo", help="train a CNN in one process and on a local cluster, and compare"
+    )
+    command.set_defaults(run=_demo)
+    command.add_argument("--data", choices=sorted(EPOCHS), default="digits")
+    command.add_argument("--workers", type=_positive, default=2, metavar="K")
+    command.add_argument("--epochs", type=_positive, default=None, metavar="N")
+
+
+def _add_speedup(commands: Any) -> None:
+    command = commands.add_parser(
+        "speedup", help="measure the speedup over plain skorch on one core, and predict it"
+    )
+    command.set_defaults(run=_speedup)
+    add = command.add_argument
+    add("--data", choices=DATA, default="digits")
+    add("--rows", type=_positive, metavar="N", help="training rows; all by default")
+    add("--grid", type=_list(_cell), default=[(1, 1), (2, 1)], metavar="KxT,...", help="workers x threads")
+    add("--sync", type=_list(_mode), default=["batch", "epoch", 8], metavar="MODE,...")
+    add("--batch-size", type=_positive, default=32, metavar="N")
+    add("--epochs", type=_positive, default=1, metavar="N")
+    add("--repeats", type=_positive, default=3, metavar="N", help="turns, in each of which all run once")
+    add(
+        "--fit",
+        type=_list(_positive),
+        default=[],
+        metavar="K,...",
+        help="fit the model to these numbers of workers only, and predict the others;"
+        " for 1 alone, rounds between two workers are measured apart",
+    )
+    add(
+        "--emulate",
+        type=_wait,
+        metavar="20ms",
+        help="wait so long for a batch in place of computing, a tenth of it for any number of rows;"
+        " or 2ms+18ms to say both parts",
+    )
+    add("--json", metavar="F", help="write all that was measured to this file")
+    add("--plot", metavar="F.png", help="draw to this file")
+
+
+def _list(of: Callable[[str], Any]) -> Callable[[str], list]:
+    def parse(text: str) -> list:
+        return list(dict.fromkeys(of(part) for part in text.split(",")))
+
+    return parse
+
+
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not an integer >= 1")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer >= 1")
+    return int(text)
+
+
+def _cell(text: str) -> tuple[int, int]:
+    workers, x, threads = text.partition("x")
+    if not x:
+        raise argparse.ArgumentTypeError(f"{text!r} is not workers x threads, such as 2x1")
+    return _positive(workers), _positive(threads)
+
+
+def _mode(text: str) -> str | int:
+    if text in ("batch", "epoch"):
+        return text
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not 'batch', 'epoch' or an integer >= 1")
+    return int(text)
+
+
+def _wait(text: str) -> tuple[float, float]:
+    """Seconds of a step in any case, and of all rows of a batch."""
+    from dask.utils import parse_timedelta
+
+    try:
+        parts = [float(parse_timedelta(part)) for part in text.split("+")]
+    except (KeyError, ValueError):
+        parts = []
+    if len(parts) not in (1, 2) or min(parts) < 0:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a duration such as 20ms, or two such as 2ms+18ms"
+        )
+    if len(parts) == 2:
+        return parts[0], parts[1]
+    return _FIXED_SHARE * parts[0], (1 - _FIXED_SHARE) * parts[0]

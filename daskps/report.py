@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from daskps import _advice, _drawing, _html
 
 
 @dataclass(frozen=True)
@@ -45,9 +48,10 @@ class RankEpoch:
 class FitReport:
     """What one fit measured.
 
-    The model is that of a parameter server: with C the seconds that one worker computes for the
-    gradient of one batch, and S the seconds of waiting and moving data per batch, K workers take
-    C/K + S for a batch, so their speedup is C/(C/K + S).
+    With C the seconds that one worker computes for the gradient of one batch, and S the seconds of
+    waiting and moving data per batch, K workers take C/K + S for a batch, so their speedup is
+    C/(C/K + S). A notebook shows it as a table with bars. `SpeedupModel` predicts other numbers of
+    workers from one or more of these.
 
     Attributes
     ----------
@@ -91,10 +95,86 @@ class FitReport:
         """C/(C/K + S) for the K of this fit."""
         return _ratio(self.C, self.C / self.world_size + self.S)
 
+    @property
+    def idle_share(self) -> float:
+        """Which part of their time ranks waited or moved data, from 0 to 1."""
+        return _ratio(self.S, self.C / self.world_size + self.S)
+
+    @property
+    def boundary_share(self) -> float:
+        """Which part of the epochs was neither computing, waiting nor moving data, from 0 to 1.
+
+        That is what happens between the ranks' last step and the next epoch's first one: validation,
+        callbacks, and the way of the net's state to the client and back.
+        """
+        total = sum(self.epoch_seconds)
+        return max(0.0, _ratio(total - self._stepping_seconds(), total))
+
+    def seconds_by_rank(self) -> dict[int, dict[str, float]]:
+        """Seconds of 'compute', 'wait' and 'sync' of every rank, all epochs together."""
+        seconds: dict[int, dict[str, float]] = {}
+        for entry in sorted(self.ranks, key=lambda entry: entry.rank):
+            parts = seconds.setdefault(entry.rank, {"compute": 0.0, "wait": 0.0, "sync": 0.0})
+            parts["compute"] += entry.compute_seconds
+            parts["wait"] += entry.wait_seconds
+            parts["sync"] += entry.sync_seconds
+        return seconds
+
+    def advice(self) -> str:
+        """What to change, in one or two sentences: where the most time is lost, and what helps.
+
+        Returns
+        -------
+        str
+
+        Examples
+        --------
+        >>> from daskps import FitReport
+        >>> FitReport(2, "batch", 32).advice()
+        'Nothing was measured: no epoch ended.'
+        """
+        return _advice.advice(self)
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw a bar for every epoch and rank: its seconds of computing, waiting and moving data.
+
+        Parameters
+        ----------
+        ax : matplotlib.axes.Axes, optional
+            Where to draw; by default in a new figure.
+
+        Returns
+        -------
+        matplotlib.axes.Axes
+
+        Raises
+        ------
+        ImportError
+            If matplotlib is not installed.
+        """
+        return _drawing.draw_report(self, ax)
+
     def to_dict(self) -> dict[str, Any]:
-        """All that was measured, in plain Python types."""
-        derived = {"C": self.C, "S": self.S, "predicted_speedup": self.predicted_speedup}
-        return {**asdict(self), **derived}
+        """All that was measured, and what follows from it, in plain Python types.
+
+        Returns
+        -------
+        dict
+            The attributes and properties by their names; `ranks` as a list of dicts.
+        """
+        names = ("n_batches", "C", "S", "predicted_speedup", "idle_share", "boundary_share")
+        return {**asdict(self), **{name: getattr(self, name) for name in names}, "advice": self.advice()}
+
+    @classmethod
+    def from_dict(cls, plain: dict[str, Any]) -> FitReport:
+        """The report of which `to_dict` made ``plain``, or JSON of it.
+
+        Returns
+        -------
+        FitReport
+        """
+        values = {name: plain[name] for name in cls.__dataclass_fields__ if name in plain}
+        return cls(**{**values, "ranks": [RankEpoch(**entry) for entry in plain["ranks"]]})
 
     def to_frame(self) -> Any:
         """One row for every epoch and rank.
@@ -113,21 +193,34 @@ class FitReport:
         columns = list(RankEpoch.__dataclass_fields__)
         return pd.DataFrame([asdict(entry) for entry in self.ranks], columns=columns)
 
-    def __str__(self) -> str:
-        return "\n".join([*self._summary(), "", *self._table()])
-
-    def _summary(self) -> list[str]:
+    def summary(self) -> dict[str, str]:
+        """The figures of the whole fit as text, with their units."""
         startup = sum(self.startup_seconds.values())
         parts = ", ".join(f"{name} {value:.2f}" for name, value in self.startup_seconds.items())
-        return [
-            f"{self.world_size} rank(s), sync_every={self.sync_every!r}, batch_size={self.batch_size}",
-            f"transport {', '.join(sorted({e.transport for e in self.ranks}))}",
-            f"start-up  {startup:.2f} s ({parts})",
-            f"epochs    {len(self.epoch_seconds)} in {sum(self.epoch_seconds):.2f} s",
-            f"C         {1000 * self.C:.2f} ms of computing per batch",
-            f"S         {1000 * self.S:.2f} ms of waiting and moving data per batch",
-            f"speedup   {self.predicted_speedup:.2f} predicted by C/(C/K + S)",
-        ]
+        return {
+            "transport": ", ".join(sorted({entry.transport for entry in self.ranks})),
+            "start-up": f"{startup:.2f} s ({parts})" if parts else "0.00 s",
+            "epochs": f"{len(self.epoch_seconds)} in {sum(self.epoch_seconds):.2f} s",
+            "C": f"{1000 * self.C:.2f} ms of computing per batch",
+            "S": f"{1000 * self.S:.2f} ms of waiting and moving data per batch",
+            "speedup": f"{self.predicted_speedup:.2f} predicted by C/(C/K + S)",
+        }
+
+    def __str__(self) -> str:
+        head = f"{self.world_size} rank(s), sync_every={self.sync_every!r}, batch_size={self.batch_size}"
+        lines = [f"{name:<9} {value}".rstrip() for name, value in self.summary().items()]
+        return "\n".join([head, *lines, textwrap.fill(self.advice(), 100), "", *self._table()])
+
+    def _repr_html_(self) -> str:
+        return _html.report_html(self)
+
+    def _stepping_seconds(self) -> float:
+        """What the slowest rank of each epoch took for its steps."""
+        slowest: dict[int, float] = {}
+        for e in self.ranks:
+            seconds = e.compute_seconds + e.wait_seconds + e.sync_seconds
+            slowest[e.epoch] = max(slowest.get(e.epoch, 0.0), seconds)
+        return sum(slowest.values())
 
     def _table(self) -> list[str]:
         head = "epoch  rank     rows   steps  compute s   wait s   sync s        MB"

@@ -15,11 +15,13 @@ PACKAGE = Path(daskps.__file__).parent
 # From the ground up. A module may import from the layers below its own, and from no other of its layer.
 LAYERS = [
     ["exceptions", "_late", "_process", "_spec"],
-    ["_aggregators", "_claims", "_environment", "_folds", "_handover", "_hooks", "_housekeeping",
-     "_interpreter", "_leases", "_narrow",
-     "_packing", "_partitions", "_random", "_server", "_sharedmemory", "_state", "_weights", "_wire",
-     "config", "datasets", "modules", "report"],
-    ["_blocks", "_casting", "_cluster", "_events", "_freezing", "_inputs", "_links", "_loading", "_losses"],
+    ["_advice", "_aggregators", "_claims", "_emulation", "_environment", "_folds", "_handover", "_hooks",
+     "_housekeeping", "_html", "_interpreter", "_leases", "_machine", "_narrow", "_packing", "_partitions",
+     "_random", "_server", "_sharedmemory", "_state", "_weights", "_wire", "config", "datasets", "modules",
+     "speedup"],
+    ["_blocks", "_casting", "_cluster", "_drawing", "_events", "_freezing", "_inputs", "_links", "_loading",
+     "_losses", "_workload"],
+    ["report"],
     ["_master", "_prediction", "_rounds", "_sources", "_transport"],
     ["_buckets", "_joining"],
     ["_sync"],
@@ -31,6 +33,10 @@ LAYERS = [
     ["_preparation"],
     ["classifier"],
     ["__init__"],
+    ["_demo", "_trial"],
+    ["_experiment"],
+    ["_comparison"],
+    ["_speedup_plot", "_speedup_table"],
     ["cli"],
     ["__main__"],
 ]  # fmt: skip
@@ -127,6 +133,7 @@ class TestWeight:
             "_spec",
             "_wire",
             "report",
+            "speedup",
             "exceptions",
         ],
     )

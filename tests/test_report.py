@@ -83,8 +83,30 @@ class TestText:
         assert cells[0] == ["1", "0", "160", "10", "2.00", "0.25", "0.25", "2.5"]
         assert [row[:2] for row in cells] == [["1", "0"], ["1", "1"], ["2", "0"], ["2", "1"]]
 
+    def test_has_the_advice(self, report):
+        assert report.advice() in str(report)
+
     def test_of_nothing_measured_can_be_printed(self):
         assert "0 in 0.00 s" in str(FitReport(2, 3, 32))
+
+
+class TestShares:
+    def test_idle_is_waiting_and_moving_data(self, report):
+        assert report.idle_share == pytest.approx(2 / 10)
+
+    def test_boundary_is_what_epochs_took_beyond_their_slowest_rank(self, report):
+        report.epoch_seconds = [4.0, 6.0]  # the slowest ranks stepped for 2.5 and 3 s
+        assert report.boundary_share == pytest.approx(4.5 / 10)
+
+    def test_boundary_is_never_negative(self, report):
+        report.epoch_seconds = [2.0, 2.0]  # clocks of two processes
+        assert report.boundary_share == 0
+
+    def test_seconds_by_rank_are_those_of_all_epochs(self, report):
+        assert report.seconds_by_rank() == {
+            0: {"compute": 4.5, "wait": 0.25, "sync": 0.75},
+            1: {"compute": 3.5, "wait": 0.25, "sync": 0.75},
+        }
 
 
 class TestExport:
@@ -97,6 +119,12 @@ class TestExport:
         assert plain["ranks"][3]["compute_seconds"] == 1.5
         assert [entry["transport"] for entry in plain["ranks"]] == TRANSPORTS * 2
         assert plain["startup_seconds"] == {"lease": 0.5, "replicas": 1.25}
+        assert plain["idle_share"] == report.idle_share
+        assert plain["boundary_share"] == report.boundary_share
+        assert plain["advice"] == report.advice()
+
+    def test_from_dict_gives_back_what_to_dict_took(self, report):
+        assert FitReport.from_dict(json.loads(json.dumps(report.to_dict()))) == report
 
     def test_to_frame_has_a_row_for_every_epoch_and_rank(self, report):
         pytest.importorskip("pandas")

@@ -1,0 +1,162 @@
+"""The speedup, measured: a grid of workers and threads, in turns, beside plain skorch on one core."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from daskps import _machine
+from daskps._trial import Outcome, Trial
+
+Mode = str | int
+
+# The benchmark of rounds waits this long for each row, and exchanges at every step.
+_BENCHMARK_ROWS = 3200
+
+
+class Cell(NamedTuple):
+    """So many workers of so many threads."""
+
+    workers: int
+    threads: int
+
+    def __str__(self) -> str:
+        return f"{self.workers}x{self.threads}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure.
+
+    Attributes
+    ----------
+    base : Trial
+        Plain skorch on one core.
+    grid : tuple of Cell
+    modes : tuple of {'batch', 'epoch'} or int
+    repeats : int
+    fit_to : tuple of int
+        The numbers of workers that the models are fitted to; empty for all that are measured.
+    """
+
+    base: Trial
+    grid: tuple[Cell, ...]
+    modes: tuple[Mode, ...]
+    repeats: int
+    fit_to: tuple[int, ...] = ()
+
+    def trials(self) -> list[Trial]:
+        """All fits of one turn, the baseline first."""
+        cells = [
+            replace(self.base, sync_every=mode, workers=cell.workers, threads=cell.threads)
+            for cell in self.grid
+            for mode in self.modes
+        ]
+        return [self.base, *cells]
+
+
+@dataclass(frozen=True)
+class Results:
+    """What was measured, and where.
+
+    Attributes
+    ----------
+    command : str
+        What to type to measure it again.
+    machine : dict of str to str
+    fit_to : tuple of int
+    turns : list of list of Outcome
+        In each turn every trial once.
+    rounds : list of Outcome
+        Fits that only waited, on two workers: a benchmark of rounds, for models that were fitted to
+        one worker.
+    """
+
+    command: str
+    machine: dict[str, str]
+    fit_to: tuple[int, ...]
+    turns: list[list[Outcome]]
+    rounds: list[Outcome]
+
+    @property
+    def base(self) -> Trial:
+        """The trial of plain skorch."""
+        return self.turns[0][0].trial
+
+    def save(self, file: str) -> None:
+        """Write everything as JSON."""
+        Path(file).write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, file: str | Path) -> Results:
+        """Read what `save` wrote."""
+        plain = json.loads(Path(file).read_text(encoding="utf-8"))
+        return cls(
+            plain["command"],
+            plain["machine"],
+            tuple(plain["fit_to"]),
+            [[Outcome.from_dict(outcome) for outcome in turn] for turn in plain["turns"]],
+            [Outcome.from_dict(outcome) for outcome in plain["rounds"]],
+        )
+
+
+def measure(
+    plan: Plan, command: str, run: Callable[[Trial], Outcome], note: Callable[[str], None]
+) -> Results:
+    """Let every trial of a plan run once in each turn: a machine is disturbed for minutes at a time.
+
+    Parameters
+    ----------
+    plan : Plan
+    command : str
+    run : callable
+        Runs a trial.
+    note : callable
+        Is told of each outcome in a line.
+    """
+
+    def outcomes(trials: Iterable[Trial], turn: int) -> Iterator[Outcome]:
+        for trial in trials:
+            outcome = run(trial)
+            seconds = f"{outcome.epoch_seconds:>9.2f} s an epoch"
+            note(f"turn {turn + 1} of {plan.repeats}: {name(trial):<28}{seconds}")
+            yield outcome
+
+    turns = [list(outcomes(plan.trials(), turn)) for turn in range(plan.repeats)]
+    rounds: list[Outcome] = []
+    if plan.fit_to == (1,):
+        benchmark = _round_benchmark(plan, turns)
+        rounds = [outcome for turn in range(plan.repeats) for outcome in outcomes(benchmark, turn)]
+    return Results(command, _machine.describe(), plan.fit_to, turns, rounds)
+
+
+def _round_benchmark(plan: Plan, turns: Sequence[Sequence[Outcome]]) -> list[Trial]:
+    """Two workers that wait as long as one computed, and exchange for real."""
+    alone = [o.report["C"] for turn in turns for o in turn if o.report and _is_alone(o.trial)]
+    if not alone:
+        raise ValueError("a model that is fitted to one worker needs 1x1 in the grid.")
+    wait = (0.0, statistics.median(alone) / plan.base.batch_size)
+    short = replace(plan.base, rows=min(_BENCHMARK_ROWS, turns[0][0].rows), workers=2, emulate=wait)
+    return [replace(short, sync_every=mode) for mode in plan.modes]
+
+
+def _is_alone(trial: Trial) -> bool:
+    return trial.workers == trial.threads == 1
+
+
+def name(trial: Trial) -> str:
+    """How a table calls a trial."""
+    emulated = ", emulated" if trial.emulate is not None else ""
+    where = "" if trial.sync_every is None else f", {Cell(trial.workers, trial.threads)}"
+    return f"{mode_name(trial.sync_every)}{where}{emulated}"
+
+
+def mode_name(mode: Mode | None) -> str:
+    """How a table calls a mode."""
+    if mode is None:
+        return "plain skorch"
+    return mode if isinstance(mode, str) else f"H={mode}"

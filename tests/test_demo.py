@@ -1,0 +1,27 @@
+from daskps import _demo, cli
+
+
+def test_table_compares_with_its_first_row():
+    lines = [
+        _demo.Line("plain skorch", 1, 1000.0, 0.95),
+        _demo.Line("batch", 2, 1500.0, 0.9512, predicted=1.6),
+    ]
+    head, plain, batch = _demo.table(lines).strip().splitlines()
+    assert head.split() == ["mode", "workers", "images/s", "speedup", "predicted", "test", "accuracy"]
+    assert plain.split() == ["plain", "skorch", "1", "1000", "1.00", "-", "0.9500"]
+    assert batch.split() == ["batch", "2", "1500", "1.50", "1.60", "0.9512"]
+
+
+def test_command_has_its_own_number_of_epochs_for_each_data_set(monkeypatch):
+    calls = []
+    monkeypatch.setattr(_demo, "demo", lambda *arguments: calls.append(arguments))
+    assert cli.main(["demo"]) == 0
+    assert cli.main(["demo", "--data", "fashion-mnist", "--workers", "3"]) == 0
+    assert cli.main(["demo", "--epochs", "7"]) == 0
+    assert calls == [("digits", 2, 20), ("fashion-mnist", 3, 3), ("digits", 2, 7)]
+
+
+def test_missing_data_is_one_line_that_says_what_to_install(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("DASKPS_DATA", str(tmp_path))
+    assert cli.main(["demo", "--data", "fashion-mnist"]) == 1
+    assert "apt-get install dataset-fashion-mnist" in capsys.readouterr().err

@@ -1,0 +1,31 @@
+import numpy as np
+import pytest
+
+from daskps import _workload
+
+
+@pytest.mark.parametrize("data", ["digits", "synthetic"])
+def test_rows_are_the_first_of_all_and_always_the_same(data):
+    few, more = _workload.load(data, 50), _workload.load(data, 50)
+    assert len(few.X_train) == len(few.y_train) == 50
+    assert len(few.X_test) == len(few.y_test) > 300
+    for one, other in zip(few, more, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_synthetic_images_look_like_fashion_mnist_and_can_be_learned():
+    split = _workload.load("synthetic", 2000)
+    assert split.X_train.shape == (2000, 1, 28, 28)
+    assert split.X_train.dtype == np.float32
+    # The nearest mean image tells classes apart, so a net can; but not one row in ten by chance.
+    means = np.stack([split.X_train[split.y_train == k].mean(axis=0) for k in range(10)])
+    distances = ((split.X_test[:, None] - means) ** 2).sum(axis=(2, 3, 4))
+    accuracy = (distances.argmin(axis=1) == split.y_test).mean()
+    assert 0.5 < accuracy < 1
+
+
+def test_net_starts_from_the_same_weights_every_time():
+    split = _workload.load("synthetic", 64)
+    first, second = (_workload.new_net(split, 32, 1).initialize() for _ in range(2))
+    for one, other in zip(first.module_.parameters(), second.module_.parameters(), strict=True):
+        assert (one == other).all()
