@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from daskps.exceptions import DaskpsError as DaskpsError
     from daskps.exceptions import InstallationError as InstallationError
     from daskps.exceptions import RoundTimeoutError as RoundTimeoutError
+    from daskps.exceptions import WorkerBusyError as WorkerBusyError
     from daskps.exceptions import WorkerLostError as WorkerLostError
     from daskps.modules import CNN as CNN
     from daskps.report import FitReport as FitReport
@@ -32,6 +33,7 @@ _HOMES = {
     "FitReport": "daskps.report",
     "InstallationError": "daskps.exceptions",
     "RoundTimeoutError": "daskps.exceptions",
+    "WorkerBusyError": "daskps.exceptions",
     "WorkerLostError": "daskps.exceptions",
     "on_ranks": "daskps._hooks",
 }
@@ -44,6 +46,7 @@ __all__ = [
     "FitReport",
     "InstallationError",
     "RoundTimeoutError",
+    "WorkerBusyError",
     "WorkerLostError",
     "__version__",
     "datasets",

@@ -179,9 +179,10 @@ def open_with(net: NeuralNet, every: int | None, callbacks: bytes, rules: Rules)
 
 
 def _ended_epochs(net: NeuralNet) -> Any:
-    """The history without its last row, which the client has begun and the ranks have yet to begin."""
+    """The history without a last row that the client has begun and the ranks have yet to begin."""
     history = type(net.history)()
-    history.extend(net.history[:-1])
+    ended = len(net.history) and "train_batch_count" in net.history[-1]
+    history.extend(net.history if ended else net.history[:-1])
     return history
 
 

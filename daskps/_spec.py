@@ -35,7 +35,9 @@ class Rules(NamedTuple):
 
     workers: float
     connect: float
+    start: float
     round: float
+    silence: float
     close: float
     report_interval: float
     transport: str
@@ -81,5 +83,6 @@ def operation(name: str) -> str:
     return f"daskps_{name}_{PROTOCOL}"
 
 
-OPEN, JOIN, CLOSE = operation("open"), operation("join"), operation("close")
+OPEN, RENEW, CLOSE = operation("open"), operation("renew"), operation("close")
+JOIN = operation("join")
 HELLO, LEFT, FORGET = operation("hello"), operation("left"), operation("forget")

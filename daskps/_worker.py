@@ -97,26 +97,29 @@ class DaskpsWorkerPlugin(WorkerPlugin):
 
     def setup(self, worker: Worker) -> None:
         self.worker = worker
-        self.seats: dict[str, Seat] = {}
-        self.over: deque[str] = deque(maxlen=1000)  # runs that ended, maybe before a rank sat down
+        # By run and generation.
+        self.seats: dict[tuple[str, int], Seat] = {}
+        # What ended, maybe before a rank sat down.
+        self.over: deque[tuple[str, int]] = deque(maxlen=1000)
         self.lock = threading.Lock()
         worker.stream_handlers[FORGET] = self.forget
         worker.batched_send({"op": HELLO, "process": PROCESS, "version": daskps.__version__})
 
     def teardown(self, worker: Worker) -> None:
-        for run_id in list(self.seats):
-            self.forget(run_id)
+        for run_id, generation in list(self.seats):
+            self.forget(run_id, generation)
 
-    def forget(self, run_id: str) -> None:
-        """The run is over: stop its rank and drop its replica."""
+    def forget(self, run_id: str, generation: int) -> None:
+        """A generation of a run is over: stop its rank and drop its replica."""
+        place = run_id, generation
         with self.lock:
-            self.over.append(run_id)
-            seat = self.seats.pop(run_id, None)
+            self.over.append(place)
+            seat = self.seats.pop(place, None)
             active = seat is not None and seat.active
             if seat is not None:
                 seat.left.set()  # the step loop looks at it once a step
         if not active:
-            self._leave(run_id, seat)
+            self._leave(place, seat)
 
     @contextmanager
     def seated(self, order: Order, opening: Opening | None) -> Iterator[Seat | None]:
@@ -132,7 +135,7 @@ class DaskpsWorkerPlugin(WorkerPlugin):
 
     def _find(self, order: Order) -> Seat | None:
         with self.lock:
-            seat = self.seats.get(order.ticket.run_id)
+            seat = self.seats.get(_place(order.ticket))
             if seat is None or (seat.ticket, seat.epoch) != (order.ticket, order.epoch):
                 return None
             seat.active = True
@@ -140,15 +143,15 @@ class DaskpsWorkerPlugin(WorkerPlugin):
 
     def _sit_down(self, order: Order, opening: Opening) -> Seat:
         """A new replica in the state that the client sent, on the connection that the run has."""
-        run_id = order.ticket.run_id
+        place = _place(order.ticket)
         replica: Any = _replica.build(opening)
-        old = self.seats.get(run_id)
+        old = self.seats.get(place)
         channel = self._arrive(order.ticket, replica, opening.rules) if old is None else old.channel
         replica.sync_ = make_sync(replica, channel, order.ticket, opening.every)
         seat = Seat(order.ticket, replica, replica.sync_, channel, order.epoch, opening.rules, active=True)
         with self.lock:
-            if run_id not in self.over:
-                self.seats[run_id] = seat
+            if place not in self.over:
+                self.seats[place] = seat
                 return seat
         seat.close()
         raise RunAbortedError("the run ended before this rank began")
@@ -163,13 +166,18 @@ class DaskpsWorkerPlugin(WorkerPlugin):
             seat.active = False
             over = seat.left.is_set()
         if over:
-            self._leave(seat.ticket.run_id, seat)
+            self._leave(_place(seat.ticket), seat)
 
-    def _leave(self, run_id: str, seat: Seat | None) -> None:
+    def _leave(self, place: tuple[str, int], seat: Seat | None) -> None:
         if seat is not None:
             seat.close()
+        news = {"op": LEFT, "run_id": place[0], "generation": place[1]}
         # On the event loop, whichever thread this is.
-        self.worker.loop.add_callback(self.worker.batched_send, {"op": LEFT, "run_id": run_id})
+        self.worker.loop.add_callback(self.worker.batched_send, news)
+
+
+def _place(ticket: Ticket) -> tuple[str, int]:
+    return ticket.run_id, ticket.generation
 
 
 def make_sync(net: Any, channel: Channel, ticket: Ticket, every: int | None) -> Sync:
@@ -181,10 +189,12 @@ def make_sync(net: Any, channel: Channel, ticket: Ticket, every: int | None) -> 
     return LocalSGD(net, channel, ticket.rank, every)
 
 
-def end_training(order: Order, shard: Shard) -> bytes | StateNeeded:
+def end_training(order: Order, shard: Shard, opening: Opening | None) -> bytes | StateNeeded:
     """The last task of a rank whose replica has callbacks: they learn that the training ends."""
-    plugin: Any = get_worker().plugins[WORKER_PLUGIN]
-    with plugin.seated(order, None) as seat:
+    worker = get_worker()
+    plugin: Any = worker.plugins[WORKER_PLUGIN]
+    _say_begun(worker, order)
+    with plugin.seated(order, opening) as seat:
         if seat is None:
             return StateNeeded()
         try:
@@ -206,6 +216,7 @@ def run_epoch(order: Order, shard: Shard, opening: Opening | None) -> Result | S
     worker = get_worker()
     plugin: Any = worker.plugins[WORKER_PLUGIN]
     begun = perf_counter()
+    _say_begun(worker, order)
     threads = _environment.torch_threads(worker.state.nthreads)
     with threads, plugin.seated(order, opening) as seat:
         if seat is None:
@@ -213,6 +224,13 @@ def run_epoch(order: Order, shard: Shard, opening: Opening | None) -> Result | S
         _state.load_settings(seat.replica, order.settings)
         setup_seconds = perf_counter() - begun
         return _Epoch(seat, order, shard, worker).run(setup_seconds)
+
+
+def _say_begun(worker: Worker, order: Order) -> None:
+    """A worker's thread has taken up the rank."""
+    ticket = order.ticket
+    news = {"run_id": ticket.run_id, "generation": ticket.generation, "begun": ticket.rank}
+    worker.log_event(TOPIC, news)
 
 
 class _Epoch:
@@ -291,13 +309,17 @@ class _Epoch:
         self.batches = iter(train_batches(net, self.shard, pieces(rows, self.shard.sizes)))
 
     def _step(self, step: int, size: int) -> None:
-        if self.seat.left.is_set():
-            raise RunAbortedError("the run ended elsewhere")
+        self._refuse_to_stay()
         if size or self.seat.sync.lockstep:
             with self.stream.lent():
                 self._train_or_idle(step, size)
         self.seat.sync.stepped(step)
         self.reporter.stepped(step + 1)
+
+    def _refuse_to_stay(self) -> None:
+        """Dask stops no thread: whoever is told to leave has to look."""
+        if self.seat.left.is_set():
+            raise RunAbortedError("the run ended elsewhere")
 
     def _train_or_idle(self, step: int, size: int) -> None:
         batch = next(self.batches) if size else None
@@ -337,6 +359,7 @@ class _Epoch:
         for batch, size in zip(
             validation_batches(self.net, self.shard), self.shard.valid_sizes, strict=True
         ):
+            self._refuse_to_stay()
             self.net.history.new_batch()
             self._hook("on_batch_begin", batch=batch, training=False)
             outcome = self.net.validation_step(batch)
@@ -407,6 +430,7 @@ class _Reporter:
             TOPIC,
             {
                 "run_id": self.order.ticket.run_id,
+                "generation": self.order.ticket.generation,
                 "epoch": self.order.epoch,
                 "rank": self.order.ticket.rank,
                 "losses": self.losses[news].tolist(),

@@ -38,7 +38,9 @@ def rules() -> Rules:
     return Rules(
         workers=seconds("timeouts.workers"),
         connect=seconds("timeouts.connect"),
+        start=seconds("timeouts.start"),
         round=seconds("timeouts.round"),
+        silence=seconds("timeouts.silence"),
         close=seconds("timeouts.close"),
         report_interval=seconds("report-interval"),
         transport=transport,

@@ -41,6 +41,25 @@ class RankEpoch:
     transport: str
 
 
+@dataclass(frozen=True)
+class FitEvent:
+    """Something that happened to the workers of a fit.
+
+    Attributes
+    ----------
+    epoch : int
+        Counted from 0.
+    worker : str
+        Its address; empty if it is not known.
+    what : str
+        What happened to it, and what was done about it.
+    """
+
+    epoch: int
+    worker: str
+    what: str
+
+
 @dataclass
 class FitReport:
     """What one fit measured.
@@ -52,7 +71,7 @@ class FitReport:
     Attributes
     ----------
     world_size : int
-        Ranks that trained, K.
+        Ranks that trained, K; at the end, if workers were lost or joined.
     sync_every : {'batch', 'epoch'} or int
     batch_size : int
         Rows that one optimizer step sees.
@@ -61,6 +80,8 @@ class FitReport:
     epoch_seconds : list of float
         Wall time of every epoch on the client, validation and callbacks included.
     ranks : list of RankEpoch
+    events : list of FitEvent
+        Workers that were lost or joined.
     """
 
     world_size: int
@@ -69,6 +90,7 @@ class FitReport:
     startup_seconds: dict[str, float] = field(default_factory=dict)
     epoch_seconds: list[float] = field(default_factory=list)
     ranks: list[RankEpoch] = field(default_factory=list)
+    events: list[FitEvent] = field(default_factory=list)
 
     @property
     def n_batches(self) -> float:
@@ -114,7 +136,8 @@ class FitReport:
         return pd.DataFrame([asdict(entry) for entry in self.ranks], columns=columns)
 
     def __str__(self) -> str:
-        return "\n".join([*self._summary(), "", *self._table()])
+        events = [f"epoch {e.epoch + 1}: {e.worker} {e.what}" for e in self.events]
+        return "\n".join([*self._summary(), *events, "", *self._table()])
 
     def _summary(self) -> list[str]:
         startup = sum(self.startup_seconds.values())

@@ -40,10 +40,11 @@ def test_unknown_key_is_an_error():
 
 class TestRules:
     def test_are_the_settings_of_a_run(self):
-        assert config.rules() == Rules(30.0, 30.0, 3600.0, 30.0, 0.25, "auto")
+        assert config.rules() == Rules(30.0, 30.0, 600.0, 3600.0, 30.0, 30.0, 0.25, "auto")
 
     @pytest.mark.parametrize(("key", "field"), [
         ("timeouts.workers", "workers"), ("timeouts.connect", "connect"), ("timeouts.round", "round"),
+        ("timeouts.start", "start"), ("timeouts.silence", "silence"),
         ("timeouts.close", "close"), ("report-interval", "report_interval"),
     ])  # fmt: skip
     def test_take_every_duration_in_seconds(self, key, field):
@@ -64,4 +65,4 @@ class TestRules:
             config.rules()
 
     def test_are_plain_values(self):
-        assert [type(value) for value in config.rules()] == [float] * 5 + [str]
+        assert [type(value) for value in config.rules()] == [float] * 7 + [str]
