@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import queue
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -70,19 +69,14 @@ class Run:
     """
 
     def __init__(
-        self,
-        client: Client,
-        run_id: str,
-        addresses: list[str],
-        events: queue.SimpleQueue,
-        rules: Rules,
+        self, watch: Watch, client: Client, run_id: str, addresses: list[str], rules: Rules
     ) -> None:
+        self.watch = watch
         self.rules = rules
         self.client = client
         self.run_id = run_id
         self.addresses = addresses
         self.shards: list[Future] = []
-        self.watch = Watch(client, events)
 
     @property
     def world_size(self) -> int:
@@ -114,7 +108,8 @@ class Run:
             If no worker is left, and none came within ``daskps.timeouts.workers``.
         """
         known = self.watch.generation
-        members = self.client.sync(getattr(self.client.scheduler, RENEW), run_id=self.run_id, join=join)
+        renew = getattr(self.client.scheduler, RENEW)
+        members = self.watch.ask(renew, run_id=self.run_id, join=join)
         if members["generation"] == known:
             return None
         joined = [address for address in members["addresses"] if address not in self.addresses]
@@ -290,7 +285,6 @@ def open_run(client: Client, n_workers: int | None, most: int) -> Iterator[Run]:
         If daskps is missing, or of another version, on the scheduler or on a worker.
     """
     rules = config.rules()
-    register(client)
     run_id = uuid.uuid4().hex
     annotations = dask.get_annotations()
     request = {
@@ -305,8 +299,10 @@ def open_run(client: Client, n_workers: int | None, most: int) -> Iterator[Run]:
     }
     try:
         with events_of(client, run_id) as events:
-            addresses = client.sync(getattr(client.scheduler, OPEN), **request)
-            run = Run(client, run_id, list(addresses), events, rules)
+            register(client)  # a few messages that the subscription to the events is ahead of
+            watch = Watch(client, events)
+            addresses = watch.ask(getattr(client.scheduler, OPEN), **request)
+            run = Run(watch, client, run_id, list(addresses), rules)
             try:
                 yield run
             finally:

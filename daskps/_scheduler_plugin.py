@@ -329,7 +329,8 @@ class DaskpsSchedulerPlugin(SchedulerPlugin):
             await asyncio.sleep(Silence.INTERVAL)
             self._silence.looked(time())
             for run in list(self.runs.values()):
-                self._lose_the_silent(run)
+                if not run.fenced:
+                    self._lose_the_silent(run)
         self._watching = None
 
     def _lose_the_silent(self, run: _Run) -> None:
@@ -362,12 +363,24 @@ class DaskpsSchedulerPlugin(SchedulerPlugin):
                 if addresses is not None:
                     return addresses
             n_processes = len(set(eligible.values()))
-            if not silent and n_processes >= request.wanted(n_processes):
+            wanted = request.wanted(n_processes)
+            self._ask_for_more(request, wanted > n_processes + len(silent))
+            if not silent and n_processes >= wanted:
                 short_since = monotonic()  # there are enough, other runs hold them
             elif monotonic() - short_since > patience:
                 raise _too_small(request, n_processes, silent, patience)
             await self._change(at_most=0.5)
         raise RunAbortedError(f"the request for run {request.run_id} was taken back")
+
+    def _ask_for_more(self, request: Request, too_few: bool) -> None:
+        """Tell the client how many placeholder tasks make an adaptive cluster grow enough.
+
+        Again and again: the client's subscription may come later than its request. Dask divides the
+        tasks that wait by the threads of a worker, and counts no worker that is idle.
+        """
+        n_threads = max((worker.nthreads for worker in self.scheduler.workers.values()), default=1)
+        n_tasks = request.wanted(0) * n_threads if too_few else 0
+        self.scheduler.log_event(TOPIC, {"run_id": request.run_id, "wanted": n_tasks})
 
     def _eligible(self, terms: Terms) -> dict[str, str]:
         """The process of every usable worker that has loaded daskps."""

@@ -14,6 +14,10 @@ WORKER_PLUGIN = f"daskps-worker-{PROTOCOL}"
 # The topic of Dask's event log under which a run speaks to its client.
 TOPIC = f"daskps-{PROTOCOL}"
 
+# The name of tasks that make an adaptive cluster grow. They need a resource of that name, which no worker
+# has, and so they run nowhere.
+PLACEHOLDER = "daskps-placeholder"
+
 Reduction = Literal["mean", "sum"]
 
 REDUCTIONS: tuple[Reduction, ...] = ("mean", "sum")

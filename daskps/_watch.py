@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import queue
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from time import monotonic
 from typing import Any
 
-from distributed import Client
+from distributed import Client, Future
 
+from daskps._spec import PLACEHOLDER
 from daskps.exceptions import RunAbortedError, WorkerLostError
 
 # How often to look whether the client still has its scheduler, while nothing happens.
@@ -75,17 +79,53 @@ class Watch:
         WorkerLostError
             If a worker is lost meanwhile. The coroutine is cancelled.
         """
-        loop: Any = self._client.loop
-        running = asyncio.run_coroutine_threadsafe(function(*args, **kwargs), loop.asyncio_loop)
-        running.add_done_callback(lambda _: self._events.put({"over": True}))
-        try:
+        with self._running(function(*args, **kwargs)) as running:
             while not running.done():
                 self.next()
-        finally:
-            running.cancel()
         if running.cancelled() or running.exception() is not None:
             self._wait_for_news()
         return running.result()
+
+    def ask(self, function: Callable, **kwargs: Any) -> Any:
+        """Ask the scheduler for workers, which may take as long as there are too few.
+
+        As long as it says so there are placeholder tasks in its queue: an adaptive cluster starts
+        workers for tasks, and for nothing else.
+        """
+        placeholders: list[Future] = []
+        with self._running(function(**kwargs)) as running:
+            try:
+                while not running.done():
+                    event = self._next_of_any_kind()
+                    if event.get("wanted", len(placeholders)) != len(placeholders):
+                        _release(placeholders)
+                        placeholders = self._placeholders(event["wanted"])
+            finally:
+                _release(placeholders)
+        return running.result()
+
+    def _placeholders(self, n: int) -> list[Future]:
+        needs = {PLACEHOLDER: 1}
+        keys = [f"{PLACEHOLDER}-{uuid.uuid4().hex}" for _ in range(n)]
+        return [self._client.submit(int, key=key, resources=needs) for key in keys]
+
+    def _next_of_any_kind(self) -> dict:
+        try:
+            return self._events.get(timeout=_LOOK_SECONDS)
+        except queue.Empty:
+            self._refuse_a_lost_scheduler()
+            return {}
+
+    @contextmanager
+    def _running(self, coroutine: Coroutine) -> Iterator[concurrent.futures.Future]:
+        """Run a coroutine on the client's event loop, and cancel it at the end of the block."""
+        loop: Any = self._client.loop
+        running = asyncio.run_coroutine_threadsafe(coroutine, loop.asyncio_loop)
+        running.add_done_callback(lambda _: self._events.put({"over": True}))
+        try:
+            yield running
+        finally:
+            running.cancel()
 
     def _wait_for_news(self) -> None:
         """Find out whether what failed has failed because a worker is lost."""
@@ -96,3 +136,8 @@ class Watch:
     def _refuse_a_lost_scheduler(self) -> None:
         if self._client.status != "running":
             raise RunAbortedError(f"the client lost its scheduler, it is {self._client.status!r} now")
+
+
+def _release(futures: list[Future]) -> None:
+    for future in futures:
+        future.release()

@@ -245,6 +245,7 @@ class _Epoch:
         self.losses = np.full(len(shard.sizes), np.nan)
         self.weights = np.zeros(len(shard.sizes))
         self.predictions: list[Any] = [None] * len(shard.sizes)
+        self.step, self.trained = -1, False
         interval = seat.rules.report_interval
         self.reporter = _Reporter(worker, order, self.losses, self.weights, interval)
 
@@ -254,7 +255,6 @@ class _Epoch:
             return self._run(setup_seconds)
 
     def _run(self, setup_seconds: float) -> Result:
-        step = -1
         before = replace(self.seat.channel.traffic)
         begun = perf_counter()
         try:
@@ -262,6 +262,7 @@ class _Epoch:
                 self._begin()
             for step, size in enumerate(self.shard.sizes):
                 self._step(step, size)
+            self.trained = True
             uniform = self.seat.sync.epoch_ended()
             traffic = self.seat.channel.traffic.since(before)
             seconds = perf_counter() - begun - traffic.wait_seconds - traffic.sync_seconds
@@ -271,7 +272,7 @@ class _Epoch:
         except KeyboardInterrupt as error:  # of a callback; Dask would take it for its own and end
             raise StoppedError("a callback on a rank stopped the training") from error
         except Exception as error:
-            self._blame(error, step)
+            self._blame(error)
             raise
         self.seat.epoch += 1
         first = self.order.ticket.rank == 0
@@ -309,6 +310,7 @@ class _Epoch:
         self.batches = iter(train_batches(net, self.shard, pieces(rows, self.shard.sizes)))
 
     def _step(self, step: int, size: int) -> None:
+        self.step = step
         self._refuse_to_stay()
         if size or self.seat.sync.lockstep:
             with self.stream.lent():
@@ -381,11 +383,13 @@ class _Epoch:
         callbacks = _state.dump_callbacks(self.net, self.net.callbacks_)
         return Records(batches, _without(row, ("batches", "epoch")), callbacks)
 
-    def _blame(self, error: Exception, step: int) -> None:
+    def _blame(self, error: Exception) -> None:
         ticket = self.order.ticket
+        where = f"step {self.step + 1} of {len(self.shard.sizes)}"
+        if self.trained:
+            where = "after the last step"
         error.add_note(
-            f"Raised on rank {ticket.rank} of {ticket.world_size}, epoch {self.order.epoch + 1},"
-            f" step {step + 1} of {len(self.shard.sizes)}."
+            f"Raised on rank {ticket.rank} of {ticket.world_size}, epoch {self.order.epoch + 1}, {where}."
         )
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from distributed import Client
 from nets import MARK, Halting, read
 from probes import wait_until
 from reference import make_net, xy
@@ -72,11 +71,21 @@ def kill(pid):
     wait_until(lambda: not is_alive(pid))
 
 
+def stop(pid):
+    """Let a process sleep until it is killed or woken."""
+    os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: state_of(pid) == "T")
+
+
+def state_of(pid):
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0]
+
+
 def is_alive(pid):
     """Whether a process runs; a zombie does not."""
     try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] not in "ZX"
+        return state_of(pid) not in "ZX"
     except OSError:
         return False
 
@@ -86,15 +95,22 @@ def are_ready(n_workers, dask_scheduler):
     return len(dask_scheduler.plugins[SCHEDULER_PLUGIN].processes) == n_workers
 
 
-class WaitsForWorkers(Callback):
-    """At the end of an epoch, counted from 1, wait until the cluster has so many."""
+class Calls(Callback):
+    """Calls a function at the end of an epoch, counted from 1."""
 
-    def __init__(self, address, n_workers, epoch):
-        self.address = address
-        self.n_workers = n_workers
+    def __init__(self, function, epoch):
+        self.function = function
         self.epoch = epoch
 
     def on_epoch_end(self, net, **kwargs):
         if len(net.history) == self.epoch:
-            with Client(self.address, set_as_default=False) as client:
-                wait_until(lambda: client.run_on_scheduler(are_ready, self.n_workers), seconds=60)
+            self.function()
+
+
+def wait_for_ready(client, n_workers):
+    wait_until(lambda: client.run_on_scheduler(are_ready, n_workers), seconds=60)
+
+
+def wait_for_file(path):
+    """A task that somebody else runs."""
+    wait_until(lambda: os.path.exists(path), seconds=60)

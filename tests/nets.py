@@ -96,6 +96,15 @@ class Boom(CNN3):
         return super().forward(X)
 
 
+class EvalBoom(CNN3):
+    """Raises if a pixel is 99, but not in training."""
+
+    def forward(self, X):
+        if not self.training and (X == 99).any():
+            raise ValueError("boom")
+        return super().forward(X)
+
+
 class Gated(CNN3):
     """Says that it has come to its first training batch, and waits there until a file is there."""
 

@@ -7,7 +7,17 @@ import dask.array as da
 import numpy as np
 import pytest
 import torch
-from faults import N_CLASSES, WaitsForWorkers, address_of, fit_and, halting_net, is_alive, kill, marked
+from faults import (
+    N_CLASSES,
+    Calls,
+    address_of,
+    fit_and,
+    halting_net,
+    is_alive,
+    kill,
+    marked,
+    wait_for_ready,
+)
 from reference import ADAM, MOMENTUM, assert_same_history, distance, fit_plain, identical
 
 from daskps import DistributedCNNClassifier, WorkerLostError
@@ -65,7 +75,7 @@ def test_other_modes_end_as_on_the_workers_that_were_left(mortals, tmp_path, syn
 
 def test_a_replacement_joins_at_the_next_epoch(mortals, tmp_path):
     X, y = marked(203, 95, np.float64)
-    back = WaitsForWorkers(mortals.scheduler.address, 3, epoch=2)
+    back = Calls(lambda: wait_for_ready(mortals, 3), epoch=2)
     net = halting_net(tmp_path, module__dtype=torch.float64, callbacks=[("back", back)])
     killed = Killed(mortals)
     ours = fit_and(killed, mortals, net, X, y, n_workers=3)
