@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from daskps.classifier import DistributedCNNClassifier as DistributedCNNClassifier
     from daskps.exceptions import ClusterTooSmallError as ClusterTooSmallError
     from daskps.exceptions import DaskpsError as DaskpsError
+    from daskps.exceptions import DivergenceError as DivergenceError
     from daskps.exceptions import InstallationError as InstallationError
     from daskps.exceptions import RoundTimeoutError as RoundTimeoutError
     from daskps.exceptions import WorkerBusyError as WorkerBusyError
@@ -30,6 +31,7 @@ _HOMES = {
     "ClusterTooSmallError": "daskps.exceptions",
     "DaskpsError": "daskps.exceptions",
     "DistributedCNNClassifier": "daskps.classifier",
+    "DivergenceError": "daskps.exceptions",
     "FitReport": "daskps.report",
     "InstallationError": "daskps.exceptions",
     "RoundTimeoutError": "daskps.exceptions",
@@ -43,6 +45,7 @@ __all__ = [
     "ClusterTooSmallError",
     "DaskpsError",
     "DistributedCNNClassifier",
+    "DivergenceError",
     "FitReport",
     "InstallationError",
     "RoundTimeoutError",

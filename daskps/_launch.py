@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import uuid
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -77,6 +78,7 @@ class Run:
         self.run_id = run_id
         self.addresses = addresses
         self.shards: list[Future] = []
+        self._warned = False
 
     @property
     def world_size(self) -> int:
@@ -148,7 +150,21 @@ class Run:
         WorkerLostError
             If a worker is lost.
         """
-        return self._on_all_ranks(run_epoch, orders, opening, on_steps)
+        results = self._on_all_ranks(run_epoch, orders, opening, on_steps)
+        for result in results:
+            self._warn(result.diverged)
+        return results
+
+    def _warn(self, diverged: str) -> None:
+        """Tell the user, once, what a rank says: what comes after that follows from it."""
+        if diverged and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{diverged} Lower the learning rate, clip gradients, or look at the data;"
+                " daskps.on-divergence says what to do in such a case.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def end_training(self, orders: Sequence[Order], opening: Opening | None) -> bytes:
         """Tell the callbacks on all ranks that the training ends, and bring rank 0's back."""
@@ -209,6 +225,7 @@ class Run:
             starting.check(event)
             if "losses" in event:
                 on_steps(event)
+            self._warn(event.get("diverged", ""))
             rank = waiting.pop(event.get("done", ""), None)
             if rank is not None and futures[rank].status != "finished":
                 self._raise_cause(futures, rank)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -47,6 +48,8 @@ class _Synchronised:
     weight_: float
     loss_: torch.Tensor | None
     counts_: bool
+    diverged_: bool
+    """Whether a loss or a gradient of this rank was not finite."""
     callbacks_: list
     common_: _random.Stream | None
     draws_: bool
@@ -108,8 +111,11 @@ class _Synchronised:
             weight = float(len(batch[0]))
         if not self.counts_:
             weight = 0.0
+        own = float("nan") if loss is None else loss.item()
         with nullcontext() if self.stream_ is None else self.stream_.paused():
-            combined = self.sync_.gradients(weight, float("nan") if loss is None else loss.item())
+            combined = self.sync_.gradients(weight, own)
+        bad_loss = weight > 0 and loss is not None and not math.isfinite(own)
+        self.diverged_ = self.diverged_ or bad_loss or self.sync_.diverged
         self.rounds_ += 1
         self.step_weight_ = weight
         if loss is not None:
@@ -159,7 +165,7 @@ def build(opening: Opening) -> NeuralNet:
     net.__class__ = type("Replica", (_Synchronised, type(net)), {})
     net.sync_, net.rounds_, net.weighted_, net.counts_ = Alone(net), 0, False, True
     net.weight_, net.step_weight_, net.loss_, net.last_loss_ = 0.0, 0.0, None, float("nan")
-    net.draws_, net.common_ = False, None
+    net.draws_, net.common_, net.diverged_ = False, None, False
     with _random.LOCK, _random.seeded(0):
         net.initialize()
     net.cast_ = InputCast.of(net.module_)

@@ -45,6 +45,7 @@ class Rules(NamedTuple):
     close: float
     report_interval: float
     transport: str
+    on_divergence: str
 
 
 @dataclass(frozen=True)

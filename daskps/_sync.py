@@ -29,6 +29,8 @@ class Sync(Protocol):
 
     lockstep: bool
     """Whether all ranks take part in every step, also without rows of their own."""
+    diverged: bool
+    """Whether this rank's part of the last round was not finite."""
 
     def epoch_began(self) -> None:
         """All ranks hold the same state now."""
@@ -50,6 +52,7 @@ class Alone:
     """World size 1: nothing to exchange."""
 
     lockstep = False
+    diverged = False
 
     def __init__(self, net: NeuralNet) -> None:
         self._net = net
@@ -73,6 +76,7 @@ class GradientSync:
     """Batch mode: every step is one step on the union of the ranks' rows."""
 
     lockstep = True
+    diverged = False
 
     def __init__(self, net: NeuralNet, channel: Channel, rank: int) -> None:
         self._net = net
@@ -98,6 +102,8 @@ class GradientSync:
         if not combined.size:
             _drop_gradients(self._parameters)
             return loss
+        # One look at the sum; who is to blame is asked only if it is nobody's mean any more.
+        self.diverged = not _is_finite(combined) and weight > 0 and not _is_finite(buffer)
         grads, loss = self._gradients.unpack(combined)
         for parameter, grad in zip(self._parameters, grads, strict=True):
             _set_gradient(parameter, grad)
@@ -121,6 +127,7 @@ class LocalSGD:
     """
 
     lockstep = False
+    diverged = False  # a gradient that is not finite shows in the next loss
 
     def __init__(self, net: NeuralNet, channel: Channel, rank: int, every: int | None) -> None:
         self._net = net
@@ -304,6 +311,11 @@ def _write_state(optimizer: Any, slots: list, means: list[Tensor | None]) -> Non
             optimizer.state[parameter][key] = mean.clone()
         else:
             held.copy_(mean)
+
+
+def _is_finite(values: np.ndarray) -> bool:
+    with np.errstate(over="ignore", invalid="ignore"):
+        return bool(np.isfinite(values.sum()))
 
 
 def _drop_gradients(parameters: list[Tensor]) -> None:

@@ -23,7 +23,7 @@ from daskps._replica import Opening
 from daskps._spec import FORGET, HELLO, LEFT, TOPIC, WORKER_PLUGIN, Order, Rules, Ticket
 from daskps._sync import Alone, GradientSync, LocalSGD, Sync, capacity
 from daskps._transport import Channel, Traffic, open_channel
-from daskps.exceptions import DaskpsError, RunAbortedError, StoppedError
+from daskps.exceptions import DaskpsError, DivergenceError, RunAbortedError, StoppedError
 
 # Under this key a validation step holds what callbacks on its rank recorded for its batch.
 RECORDED = "daskps_recorded"
@@ -64,6 +64,8 @@ class Result:
     predictions: bytes
     norms: np.ndarray
     """Of all values, to see whether ranks that should hold the same do."""
+    diverged: str
+    """What was not finite; empty if everything was."""
 
 
 class StateNeeded:
@@ -238,6 +240,7 @@ class _Epoch:
 
     def __init__(self, seat: Seat, order: Order, shard: Shard, worker: Worker) -> None:
         self.seat = seat
+        self.worker = worker
         self.net = seat.replica
         self.order = order
         self.shard = shard
@@ -246,6 +249,7 @@ class _Epoch:
         self.weights = np.zeros(len(shard.sizes))
         self.predictions: list[Any] = [None] * len(shard.sizes)
         self.step, self.trained = -1, False
+        self.diverged = ""
         interval = seat.rules.report_interval
         self.reporter = _Reporter(worker, order, self.losses, self.weights, interval)
 
@@ -274,6 +278,9 @@ class _Epoch:
         except Exception as error:
             self._blame(error)
             raise
+        norms = _state.norms(self.net)
+        if not np.isfinite(norms).all():
+            self._diverge("Parameters")
         self.seat.epoch += 1
         first = self.order.ticket.rank == 0
         return Result(
@@ -289,7 +296,8 @@ class _Epoch:
             state=_state.dump(self.net) if first else b"",
             records=self._records() if first else None,
             predictions=_state.to_bytes(self.predictions) if self.order.predictions else b"",
-            norms=_state.norms(self.net),
+            norms=norms,
+            diverged=self.diverged,
         )
 
     def _begin(self) -> None:
@@ -315,8 +323,26 @@ class _Epoch:
         if size or self.seat.sync.lockstep:
             with self.stream.lent():
                 self._train_or_idle(step, size)
+        if self.net.diverged_:
+            self._diverge("The loss or a gradient")
         self.seat.sync.stepped(step)
         self.reporter.stepped(step + 1)
+
+    def _diverge(self, what: str) -> None:
+        """Say, once an epoch, that something is not finite."""
+        on_divergence = self.seat.rules.on_divergence
+        self.net.diverged_ = False
+        if self.diverged or on_divergence == "ignore":
+            return
+        self.diverged = (
+            f"{what} on rank {self.order.ticket.rank} became NaN or infinite in epoch"
+            f" {self.order.epoch + 1}, step {self.step + 1} of {len(self.shard.sizes)}."
+        )
+        if on_divergence == "raise":
+            raise DivergenceError(self.diverged)
+        ticket = self.order.ticket
+        news = {"run_id": ticket.run_id, "generation": ticket.generation, "diverged": self.diverged}
+        self.worker.log_event(TOPIC, news)
 
     def _refuse_to_stay(self) -> None:
         """Dask stops no thread: whoever is told to leave has to look."""

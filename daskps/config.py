@@ -12,6 +12,7 @@ from dask.utils import parse_timedelta
 from daskps._spec import Rules
 
 TRANSPORTS = ("auto", "shared-memory", "comm")
+ON_DIVERGENCE = ("warn", "raise", "ignore")
 
 
 def get(key: str) -> Any:
@@ -32,9 +33,6 @@ def rules() -> Rules:
     ValueError
         If one has no meaning.
     """
-    transport = get("transport")
-    if transport not in TRANSPORTS:
-        raise ValueError(f"daskps.transport must be one of {TRANSPORTS}, got {transport!r} instead.")
     return Rules(
         workers=seconds("timeouts.workers"),
         connect=seconds("timeouts.connect"),
@@ -43,8 +41,16 @@ def rules() -> Rules:
         silence=seconds("timeouts.silence"),
         close=seconds("timeouts.close"),
         report_interval=seconds("report-interval"),
-        transport=transport,
+        transport=_one_of("transport", TRANSPORTS),
+        on_divergence=_one_of("on-divergence", ON_DIVERGENCE),
     )
+
+
+def _one_of(key: str, allowed: tuple[str, ...]) -> str:
+    value = get(key)
+    if value not in allowed:
+        raise ValueError(f"daskps.{key} must be one of {allowed}, got {value!r} instead.")
+    return value
 
 
 def _load_defaults() -> None:

@@ -53,6 +53,10 @@ class RoundTimeoutError(DaskpsError):
     """A round of the parameter server was not complete within ``daskps.timeouts.round``."""
 
 
+class DivergenceError(DaskpsError):
+    """A loss, a gradient or a parameter became NaN or infinite, with ``daskps.on-divergence: raise``."""
+
+
 class RunAbortedError(DaskpsError):
     """A rank left because its run ended elsewhere: a consequence, never the cause."""
 

@@ -83,5 +83,10 @@ def mortals(mortal_cluster):
             return False
 
     yield mortal_cluster
-    mortal_cluster.wait_for_workers(N_MORTALS, timeout=60)
+    try:
+        mortal_cluster.wait_for_workers(N_MORTALS, timeout=30)
+    except TimeoutError:  # a nanny has given up, as some do whose worker was closed
+        mortal_cluster.cluster.scale(0)
+        mortal_cluster.cluster.scale(N_MORTALS)
+        mortal_cluster.wait_for_workers(N_MORTALS, timeout=60)
     wait_until(is_as_before, seconds=60, what=lambda: f"left on the cluster: {leftovers(mortal_cluster)}")

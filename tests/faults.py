@@ -52,7 +52,7 @@ def fit_and(event, client, net, X, y, **options):
     with ThreadPoolExecutor(1) as pool:
         fitting = pool.submit(estimator.fit, X, y)
         try:
-            wait_until(lambda: fitting.done() or (path / "halted").exists(), seconds=60)
+            wait_until(lambda: fitting.done() or (path / "halted").exists(), seconds=90)
             assert not fitting.done(), fitting.exception()
             pid = read(path / "halted")[0]["pid"]
             event(pid)

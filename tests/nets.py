@@ -96,6 +96,25 @@ class Boom(CNN3):
         return super().forward(X)
 
 
+class BadLoss(CNN3):
+    """A loss that is NaN for a row with a pixel of 99."""
+
+    def forward(self, X):
+        out = super().forward(X)
+        return out * float("nan") if (X == 99).any() else out
+
+
+class BadGradient(CNN3):
+    """A loss as always, and a gradient that is NaN, for a row with a pixel of 99."""
+
+    def forward(self, X):
+        out = super().forward(X)
+        if self.training and (X == 99).any():
+            zero = (self.layers[0].bias.sum() * 0).sqrt()  # its derivative at 0 is infinite, times 0
+            out = out + zero
+        return out
+
+
 class EvalBoom(CNN3):
     """Raises if a pixel is 99, but not in training."""
 
@@ -134,20 +153,35 @@ MARK = 0.5078125
 
 
 class Halting(CNN3):
-    """Halts in a training batch with a marked row, from when there is a file "halt" until there is "go".
+    """Halts at a marked row in a training or validation batch, once there is a file "halt", until "go".
 
-    Whoever halts says who it is. A mark is a pixel that random images do not have.
+    Whoever halts says who it is. The first who did may then have to raise or to abort. A mark is a
+    pixel that random images do not have.
     """
 
-    def __init__(self, n=10, path=None, dtype=torch.float32, dropout=0.0):
+    def __init__(self, n=10, path=None, dtype=torch.float32, dropout=0.0, training=True):
         super().__init__(n, dtype, dropout)
         self.path = path
+        self.when = training
 
     def forward(self, X):
-        if self.training and (X == MARK).any() and os.path.exists(os.path.join(self.path, "halt")):
-            write(os.path.join(self.path, "halted"), pid=os.getpid())
-            wait_until(lambda: os.path.exists(os.path.join(self.path, "go")), seconds=60)
+        if self.training == self.when and (X == MARK).any() and self.there_is("halt"):
+            self.halt()
         return super().forward(X)
+
+    def halt(self):
+        halted = os.path.join(self.path, "halted")
+        write(halted, pid=os.getpid())
+        wait_until(lambda: self.there_is("go"), seconds=90)
+        if read(halted)[0]["pid"] != os.getpid():
+            return
+        if self.there_is("raise"):
+            raise ValueError("boom")
+        if self.there_is("abort"):
+            os.abort()
+
+    def there_is(self, name):
+        return os.path.exists(os.path.join(self.path, name))
 
 
 class Built(CNN3):

@@ -34,6 +34,7 @@ RULES = Rules(
     close=PATIENCE,
     report_interval=0.25,
     transport="auto",
+    on_divergence="warn",
 )
 
 

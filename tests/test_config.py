@@ -40,7 +40,7 @@ def test_unknown_key_is_an_error():
 
 class TestRules:
     def test_are_the_settings_of_a_run(self):
-        assert config.rules() == Rules(30.0, 30.0, 600.0, 3600.0, 30.0, 30.0, 0.25, "auto")
+        assert config.rules() == Rules(30.0, 30.0, 600.0, 3600.0, 30.0, 30.0, 0.25, "auto", "warn")
 
     @pytest.mark.parametrize(("key", "field"), [
         ("timeouts.workers", "workers"), ("timeouts.connect", "connect"), ("timeouts.round", "round"),
@@ -64,5 +64,16 @@ class TestRules:
         with dask.config.set({"daskps.transport": transport}), pytest.raises(ValueError, match=message):
             config.rules()
 
+    @pytest.mark.parametrize("value", ["warn", "raise", "ignore"])
+    def test_take_what_to_do_on_divergence(self, value):
+        with dask.config.set({"daskps.on-divergence": value}):
+            assert config.rules().on_divergence == value
+
+    @pytest.mark.parametrize("value", ["error", "", None, True])
+    def test_refuse_what_cannot_be_done_on_divergence(self, value):
+        message = r"daskps\.on-divergence must be one of \('warn', 'raise', 'ignore'\), got "
+        with dask.config.set({"daskps.on-divergence": value}), pytest.raises(ValueError, match=message):
+            config.rules()
+
     def test_are_plain_values(self):
-        assert [type(value) for value in config.rules()] == [float] * 7 + [str]
+        assert [type(value) for value in config.rules()] == [float] * 7 + [str] * 2
