@@ -16,8 +16,10 @@ if TYPE_CHECKING:
     from daskps.classifier import DistributedCNNClassifier as DistributedCNNClassifier
     from daskps.exceptions import ClusterTooSmallError as ClusterTooSmallError
     from daskps.exceptions import DaskpsError as DaskpsError
+    from daskps.exceptions import DivergenceError as DivergenceError
     from daskps.exceptions import InstallationError as InstallationError
     from daskps.exceptions import RoundTimeoutError as RoundTimeoutError
+    from daskps.exceptions import WorkerBusyError as WorkerBusyError
     from daskps.exceptions import WorkerLostError as WorkerLostError
     from daskps.modules import CNN as CNN
     from daskps.report import FitReport as FitReport
@@ -30,10 +32,12 @@ _HOMES = {
     "ClusterTooSmallError": "daskps.exceptions",
     "DaskpsError": "daskps.exceptions",
     "DistributedCNNClassifier": "daskps.classifier",
+    "DivergenceError": "daskps.exceptions",
     "FitReport": "daskps.report",
     "InstallationError": "daskps.exceptions",
     "RoundTimeoutError": "daskps.exceptions",
     "SpeedupModel": "daskps.speedup",
+    "WorkerBusyError": "daskps.exceptions",
     "WorkerLostError": "daskps.exceptions",
     "on_ranks": "daskps._hooks",
 }
@@ -43,10 +47,12 @@ __all__ = [
     "ClusterTooSmallError",
     "DaskpsError",
     "DistributedCNNClassifier",
+    "DivergenceError",
     "FitReport",
     "InstallationError",
     "RoundTimeoutError",
     "SpeedupModel",
+    "WorkerBusyError",
     "WorkerLostError",
     "__version__",
     "datasets",

@@ -66,6 +66,11 @@ class GradientExchange:
     channel : Channel
     reduction : {'mean', 'sum'}
     bucket_bytes : int
+
+    Attributes
+    ----------
+    diverged : bool
+        Whether this rank's part of the last exchange was not finite.
     """
 
     def __init__(
@@ -80,6 +85,7 @@ class GradientExchange:
         self._buckets = [Bucket(piece, self._allocate) for piece in pieces]
         self._handles: list = []
         self._weigh: Callable[[], float] | None = None
+        self.diverged = False
         self._forget_step()
         if len(self._buckets) > 1:
             self._watch()
@@ -99,6 +105,8 @@ class GradientExchange:
         if self._n_pushed and weight != self._weight:
             raise _not_foreseen(f"counted {self._weight:g} in backward and {weight:g} after it")
         results = self._results(weight, loss)
+        # One look at the sums; who is to blame is asked only if they are nobody's mean any more.
+        self.diverged = not all(is_finite(result) for result in results) and weight > 0 and self._is_bad()
         losses = [
             bucket.take(combined)
             for bucket, combined in zip(self._buckets, results, strict=True)
@@ -121,6 +129,9 @@ class GradientExchange:
             self._push(bucket, weight, loss if bucket is last else 0.0)
         # A result is good until a push at its place, so until the next step.
         return [self._channel.pull() for _ in self._buckets]
+
+    def _is_bad(self) -> bool:
+        return not all(is_finite(bucket.values) for bucket in self._buckets)
 
     def _push(self, bucket: Bucket, weight: float, loss: float) -> None:
         self._pack(bucket, weight, loss)
@@ -171,6 +182,12 @@ class GradientExchange:
         start, n_bytes = self._taken, size * np.dtype(dtype).itemsize
         self._taken += _lines(n_bytes)
         return self._room[start : start + n_bytes].view(dtype)
+
+
+def is_finite(values: np.ndarray) -> bool:
+    """Whether no value is NaN or infinite, by their sum."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return bool(np.isfinite(values.sum()))
 
 
 def _lines(n_bytes: int) -> int:

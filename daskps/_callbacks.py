@@ -7,6 +7,7 @@ began.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,6 +33,20 @@ class Snapshot:
         """Whether the net still has exactly these values."""
         now = _values(net)
         return len(now) == len(self._values) and all(map(_same, now, self._values))
+
+
+class EpochStart:
+    """The history's row of an epoch as it was when the epoch began, to begin it again."""
+
+    def __init__(self, net: NeuralNet) -> None:
+        self._net = net
+        self._row = copy.deepcopy(net.history[-1])
+
+    def restore(self) -> None:
+        """Take back what the replay of an epoch that was given up has recorded."""
+        row = self._net.history[-1]
+        row.clear()
+        row.update(copy.deepcopy(self._row))
 
 
 class EpochReplay:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
-import queue
 import uuid
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from time import monotonic
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import dask
-from distributed import Client, Future
+from distributed import Client, Future, KilledWorker
 
 import daskps
 from daskps import config
@@ -19,7 +20,8 @@ from daskps._events import events_of
 from daskps._late import Late
 from daskps._replica import Opening
 from daskps._scheduler_plugin import DaskpsSchedulerPlugin
-from daskps._spec import CLOSE, OPEN, Order, Rules, Ticket
+from daskps._spec import CLOSE, OPEN, RENEW, Order, Rules, Ticket
+from daskps._watch import Watch
 from daskps._worker import (
     DaskpsWorkerPlugin,
     Result,
@@ -31,7 +33,9 @@ from daskps.exceptions import (
     DaskpsError,
     InstallationError,
     RunAbortedError,
+    StaleMessageError,
     StoppedError,
+    WorkerBusyError,
     WorkerLostError,
 )
 
@@ -43,42 +47,84 @@ PRIORITY = 100
 # What the dashboard calls the tasks.
 _NAMES: dict[Callable, str] = {run_epoch: "epoch", end_training: "end"}
 
-# How often to look whether the client still has its scheduler, while nothing happens.
-_LOOK_SECONDS = 2.0
+# What a rank raises because of what happened elsewhere: the scheduler's news says what.
+_CONSEQUENCES = (RunAbortedError, StaleMessageError, WorkerLostError, KilledWorker)
 
 Progress = Callable[[dict], None]
+
+
+class Change(NamedTuple):
+    """What has changed about the workers of a run."""
+
+    lost: list[str]
+    """Addresses."""
+    joined: list[str]
+    allowed_failures: int
+    """How often Dask's scheduler lets workers die of the same task."""
 
 
 class Run:
     """An open run: a leased worker for each rank, and what they hold.
 
-    Made by `open_run`.
+    Made by `open_run`. Its workers may change, and a new generation begins then.
     """
 
     def __init__(
-        self,
-        client: Client,
-        run_id: str,
-        addresses: list[str],
-        events: queue.SimpleQueue,
-        rules: Rules,
+        self, watch: Watch, client: Client, run_id: str, addresses: list[str], rules: Rules
     ) -> None:
+        self.watch = watch
         self.rules = rules
         self.client = client
         self.run_id = run_id
         self.addresses = addresses
         self.shards: list[Future] = []
-        self._events = events
-        self._generation = 0
+        self._warned = False
 
     @property
     def world_size(self) -> int:
         """How many ranks train."""
         return len(self.addresses)
 
+    @property
+    def patient_client(self) -> Client:
+        """The client, but for its patience with workers that are gone."""
+        return cast(Client, self.watch)
+
     def ticket(self, rank: int) -> Ticket:
         """What identifies a rank in every message."""
-        return Ticket(self.run_id, self._generation, rank, self.world_size)
+        return Ticket(self.run_id, self.watch.generation, rank, self.world_size)
+
+    def renew(self, join: bool) -> Change | None:
+        """Go on with the workers that are left and, with ``join``, with those that are new.
+
+        Returns
+        -------
+        Change or None
+            None if the workers are those that they were. Otherwise they hold nothing now.
+
+        Raises
+        ------
+        RunAbortedError
+            If the run has ended.
+        ClusterTooSmallError
+            If no worker is left, and none came within ``daskps.timeouts.workers``.
+        """
+        known = self.watch.generation
+        renew = getattr(self.client.scheduler, RENEW)
+        members = self.watch.ask(renew, run_id=self.run_id, join=join)
+        if members["generation"] == known:
+            return None
+        joined = [address for address in members["addresses"] if address not in self.addresses]
+        self.watch.generation = members["generation"]
+        self.addresses = list(members["addresses"])
+        self.forget_shards()
+        return Change(list(members["lost"]), joined, members["allowed_failures"])
+
+    def forget_shards(self) -> None:
+        """Let go of what the workers hold."""
+        for shard in self.shards:
+            shard.release()
+        self.shards = []
 
     def epoch(self, orders: Sequence[Order], opening: Opening | None, on_steps: Progress) -> list[Result]:
         """Train one epoch on all ranks.
@@ -102,23 +148,42 @@ class Run:
         Exception
             Whatever a rank raised, with a note that says where.
         WorkerLostError
-            If a worker left.
+            If a worker is lost.
         """
+        results = self._on_all_ranks(run_epoch, orders, opening, on_steps)
+        for result in results:
+            self._warn(result.diverged)
+        return results
+
+    def _warn(self, diverged: str) -> None:
+        """Tell the user, once, what a rank says: what comes after that follows from it."""
+        if diverged and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{diverged} Lower the learning rate, clip gradients, or look at the data;"
+                " daskps.on-divergence says what to do in such a case.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def end_training(self, orders: Sequence[Order], opening: Opening | None) -> bytes:
+        """Tell the callbacks on all ranks that the training ends, and bring rank 0's back."""
+        return self._on_all_ranks(end_training, orders, opening, lambda _: None)[0]
+
+    def _on_all_ranks(
+        self, task: Callable, orders: Sequence[Order], opening: Opening | None, on_steps: Progress
+    ) -> list:
         sent = self._send(opening) if opening is not None else None
         try:
-            return self._on_all_ranks(run_epoch, orders, (sent,), on_steps)
+            return self._run_tasks(task, orders, sent, on_steps)
         finally:
             if sent is not None:  # an error's traceback would keep it on the workers
                 sent.release()
 
-    def end_training(self, orders: Sequence[Order]) -> bytes:
-        """Tell the callbacks on all ranks that the training ends, and bring rank 0's back."""
-        return self._on_all_ranks(end_training, orders, (), lambda _: None)[0]
-
-    def _on_all_ranks(
-        self, task: Callable, orders: Sequence[Order], arguments: tuple, on_steps: Progress
+    def _run_tasks(
+        self, task: Callable, orders: Sequence[Order], sent: Future | None, on_steps: Progress
     ) -> list:
-        futures = [self._submit(task, order, arguments) for order in orders]
+        futures = [self._submit(task, order, sent) for order in orders]
         try:
             return self._collect(futures, on_steps)
         finally:
@@ -129,75 +194,92 @@ class Run:
 
     def _send(self, opening: Opening) -> Future:
         key = f"daskps-state-{uuid.uuid4().hex}"
-        futures = self.client.scatter({key: opening}, workers=self.addresses, broadcast=True, hash=False)
-        return futures[key]
+        scatter = partial(self.client.scatter, workers=self.addresses, broadcast=True, hash=False)
+        return self.watch.sync(scatter, {key: opening}, asynchronous=True)[key]
 
-    def _submit(self, task: Callable, order: Order, arguments: tuple) -> Future:
+    def _submit(self, task: Callable, order: Order, sent: Future | None) -> Future:
         rank = order.ticket.rank
         priority = dask.get_annotations().get("priority", PRIORITY)
+        # An epoch that is repeated must not be taken for the one that was given up.
+        what = f"{self.run_id}-{order.ticket.generation}-{order.epoch}"
         # A rank that is run again, or elsewhere, would wait for a round that is over.
         with dask.annotate(retries=0, allow_other_workers=False):
             future = self.client.submit(
                 Late(task.__module__, task.__name__),
                 order,
                 self.shards[rank],
-                *arguments,
+                sent,
                 workers=[self.addresses[rank]],
                 priority=priority,
                 pure=False,
-                key=f"daskps-{_NAMES[task]}-{self.run_id}-{order.epoch}-{rank}",
+                key=f"daskps-{_NAMES[task]}-{what}-{rank}",
             )
-        future.add_done_callback(lambda _: self._events.put({"done": rank}))
+        future.add_done_callback(lambda done: self.watch.put({"done": done.key}))
         return future
 
     def _collect(self, futures: list[Future], on_steps: Progress) -> list:
-        waiting = set(range(len(futures)))
+        waiting = {future.key: rank for rank, future in enumerate(futures)}
+        starting = _Starting(self)
         while waiting:
-            event = self._next_event()
-            if "lost" in event:
-                raise WorkerLostError(event["lost"])
-            if "done" not in event:
+            event = self.watch.next() or {}
+            starting.check(event)
+            if "losses" in event:
                 on_steps(event)
-            elif futures[event["done"]].status == "finished":
-                waiting.discard(event["done"])
-            else:
-                self._raise_cause(futures, event["done"])
-        results = self.client.gather(futures)
+            self._warn(event.get("diverged", ""))
+            rank = waiting.pop(event.get("done", ""), None)
+            if rank is not None and futures[rank].status != "finished":
+                self._raise_cause(futures, rank)
+        results = self.watch.sync(self.client.gather, futures, asynchronous=True)
         if any(isinstance(result, StateNeeded) for result in results):
             raise DaskpsError(f"a rank of run {self.run_id} lost its replica between two epochs")
         return results
 
-    def _next_event(self) -> dict:
-        while True:
-            try:
-                return self._events.get(timeout=_LOOK_SECONDS)
-            except queue.Empty:
-                if self.client.status != "running":
-                    raise RunAbortedError(
-                        f"the client lost its scheduler, it is {self.client.status!r} now"
-                    ) from None
-
     def _raise_cause(self, futures: list[Future], first: int) -> None:
         """Raise what went wrong, rather than what followed from it on other ranks."""
-        errors = {first: _error(futures[first])}
+        rank_of = {future.key: rank for rank, future in enumerate(futures)}
+        rank, error = first, _error(futures[first])
         deadline = monotonic() + config.seconds("timeouts.close")
-        while all(isinstance(e, RunAbortedError) for e in errors.values()):
-            try:
-                event = self._events.get(timeout=max(0.0, deadline - monotonic()))
-            except queue.Empty:
-                break
-            if "lost" in event:
-                raise WorkerLostError(event["lost"])
-            if "done" in event and futures[event["done"]].status != "finished":
-                errors[event["done"]] = _error(futures[event["done"]])
-            if len(errors) == len(futures):
-                break
-        causes = [e for e in errors.values() if not isinstance(e, RunAbortedError)]
-        rank, error = next((r, e) for r, e in errors.items() if e is (causes or [errors[first]])[0])
+        while isinstance(error, _CONSEQUENCES) and monotonic() < deadline:
+            event = self.watch.next(deadline - monotonic()) or {}  # raises if the scheduler knows why
+            other = rank_of.get(event.get("done", ""))
+            if other is not None and futures[other].status != "finished":
+                found = _error(futures[other])
+                if not isinstance(found, _CONSEQUENCES):
+                    rank, error = other, found
         if isinstance(error, StoppedError):
             raise KeyboardInterrupt from error
         error.add_note(f"From worker {self.addresses[rank]}.")
         raise error
+
+
+class _Starting:
+    """Whether all ranks begin an epoch in time; only their own tasks can say so."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._missing = set(range(run.world_size))
+        self._since = monotonic()
+
+    def check(self, event: dict) -> None:
+        """Take in an event, and raise WorkerBusyError if a rank is late."""
+        if "begun" in event:
+            self._missing.discard(event["begun"])
+        if not all(shard.done() for shard in self._run.shards):
+            self._since = monotonic()  # rows are still on their way, or being computed
+        patience = self._run.rules.start
+        if self._missing and monotonic() - self._since > patience:
+            raise WorkerBusyError("\n".join(self._busy(rank, patience) for rank in sorted(self._missing)))
+
+    def _busy(self, rank: int, patience: float) -> str:
+        run = self._run
+        address = run.addresses[rank]
+        processing = run.client.processing([address]).get(address, ())
+        others = [str(key) for key in processing if run.run_id not in str(key)]
+        return (
+            f"Rank {rank} of {run.world_size} has not begun on worker {address} within"
+            f" daskps.timeouts.start ({patience:g} s). The worker's other tasks are {others}: wait for"
+            " them, keep the fit off that worker with dask.annotate(workers=...), or raise the setting."
+        )
 
 
 @contextmanager
@@ -220,7 +302,6 @@ def open_run(client: Client, n_workers: int | None, most: int) -> Iterator[Run]:
         If daskps is missing, or of another version, on the scheduler or on a worker.
     """
     rules = config.rules()
-    register(client)
     run_id = uuid.uuid4().hex
     annotations = dask.get_annotations()
     request = {
@@ -235,13 +316,14 @@ def open_run(client: Client, n_workers: int | None, most: int) -> Iterator[Run]:
     }
     try:
         with events_of(client, run_id) as events:
-            addresses = client.sync(getattr(client.scheduler, OPEN), **request)
-            run = Run(client, run_id, list(addresses), events, rules)
+            register(client)  # a few messages that the subscription to the events is ahead of
+            watch = Watch(client, events)
+            addresses = watch.ask(getattr(client.scheduler, OPEN), **request)
+            run = Run(watch, client, run_id, list(addresses), rules)
             try:
                 yield run
             finally:
-                for shard in run.shards:
-                    shard.release()
+                run.forget_shards()
     finally:
         _close(client, run_id)
 

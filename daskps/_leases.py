@@ -36,9 +36,9 @@ class Leases:
         self._queue: list[Request] = []
         self._held: dict[str, list[str]] = {}
 
-    def ask(self, request: Request) -> None:
-        """Queue up."""
-        self._queue.append(request)
+    def ask(self, request: Request, first: bool = False) -> None:
+        """Queue up; ``first`` is for a run that was served before and has lost all that it had."""
+        self._queue.insert(0 if first else len(self._queue), request)
 
     def grant(self, request: Request, eligible: dict[str, str]) -> list[str] | None:
         """Lease workers to ``request`` if it is its turn.
@@ -56,13 +56,35 @@ class Leases:
         """
         processes = _one_worker_each(eligible)
         wanted = request.wanted(len(processes))
-        taken = {process for held in self._held.values() for process in held}
+        taken = self._taken()
         free = [process for process in processes if process not in taken]
         if len(free) < wanted or self._is_behind(request, set(processes)):
             return None
         self._queue.remove(request)
         self._held[request.run_id] = free[:wanted]
         return [processes[process] for process in free[:wanted]]
+
+    def keep(self, run_id: str, processes: Sequence[str]) -> None:
+        """Give back what a run holds, but for these."""
+        self._held[run_id] = list(processes)
+
+    def grow(self, request: Request, eligible: dict[str, str]) -> list[str]:
+        """Lease more workers to a run that holds some: what is free, and what nobody waits for.
+
+        Returns
+        -------
+        list of str
+            The addresses that are new.
+        """
+        processes = _one_worker_each(eligible)
+        held = self._held[request.run_id]
+        wanted = request.wanted(len(processes)) - len(held)
+        if wanted <= 0 or self._is_behind(request, set(processes)):
+            return []
+        taken = self._taken()
+        new = [process for process in processes if process not in taken][:wanted]
+        held += new
+        return [processes[process] for process in new]
 
     def release(self, run_id: str) -> None:
         """Give back what a run holds, or take it out of the queue."""
@@ -76,6 +98,9 @@ class Leases:
     def waiting(self) -> list[str]:
         """The runs in the queue."""
         return [request.run_id for request in self._queue]
+
+    def _taken(self) -> set[str]:
+        return {process for held in self._held.values() for process in held}
 
     def _is_behind(self, request: Request, processes: set[str]) -> bool:
         """Whether an earlier request that these workers could satisfy is still waiting."""

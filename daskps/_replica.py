@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -47,6 +48,8 @@ class _Synchronised:
     weight_: float
     loss_: torch.Tensor | None
     counts_: bool
+    diverged_: bool
+    """Whether a loss or a gradient of this rank was not finite."""
     callbacks_: list
     common_: _random.Stream | None
     draws_: bool
@@ -110,8 +113,11 @@ class _Synchronised:
             weight = float(len(batch[0]))
         if not self.counts_:
             weight = 0.0
+        own = float("nan") if loss is None else loss.item()
         with nullcontext() if self.stream_ is None else self.stream_.paused():
-            combined = self.sync_.gradients(weight, float("nan") if loss is None else loss.item())
+            combined = self.sync_.gradients(weight, own)
+        bad_loss = weight > 0 and loss is not None and not math.isfinite(own)
+        self.diverged_ = self.diverged_ or bad_loss or self.sync_.diverged
         self.rounds_ += 1
         self.step_weight_ = weight
         if loss is not None:
@@ -168,7 +174,7 @@ def build(opening: Opening) -> NeuralNet:
     net.__class__ = type("Replica", (_Synchronised, type(net)), {})
     net.sync_, net.rounds_, net.weighted_, net.counts_ = Alone(net), 0, False, True
     net.weight_, net.step_weight_, net.loss_, net.last_loss_ = 0.0, 0.0, None, float("nan")
-    net.draws_, net.common_ = False, None
+    net.draws_, net.common_, net.diverged_ = False, None, False
     with _random.LOCK, _random.seeded(0):
         net.initialize()
     net.cast_ = InputCast.of(net.module_)
@@ -188,9 +194,10 @@ def open_with(net: NeuralNet, every: int | None, callbacks: bytes, rules: Rules)
 
 
 def _ended_epochs(net: NeuralNet) -> Any:
-    """The history without its last row, which the client has begun and the ranks have yet to begin."""
+    """The history without a last row that the client has begun and the ranks have yet to begin."""
     history = type(net.history)()
-    history.extend(net.history[:-1])
+    ended = len(net.history) and "train_batch_count" in net.history[-1]
+    history.extend(net.history if ended else net.history[:-1])
     return history
 
 

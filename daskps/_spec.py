@@ -14,6 +14,10 @@ WORKER_PLUGIN = f"daskps-worker-{PROTOCOL}"
 # The topic of Dask's event log under which a run speaks to its client.
 TOPIC = f"daskps-{PROTOCOL}"
 
+# The name of tasks that make an adaptive cluster grow. They need a resource of that name, which no worker
+# has, and so they run nowhere.
+PLACEHOLDER = "daskps-placeholder"
+
 Reduction = Literal["mean", "sum"]
 
 REDUCTIONS: tuple[Reduction, ...] = ("mean", "sum")
@@ -35,12 +39,15 @@ class Rules(NamedTuple):
 
     workers: float
     connect: float
+    start: float
     round: float
+    silence: float
     close: float
     report_interval: float
     transport: str
     bucket_bytes: int
     wire_dtype: str | None
+    on_divergence: str
 
 
 @dataclass(frozen=True)
@@ -87,5 +94,6 @@ def operation(name: str) -> str:
     return f"daskps_{name}_{PROTOCOL}"
 
 
-OPEN, JOIN, CLOSE = operation("open"), operation("join"), operation("close")
+OPEN, RENEW, CLOSE = operation("open"), operation("renew"), operation("close")
+JOIN = operation("join")
 HELLO, LEFT, FORGET = operation("hello"), operation("left"), operation("forget")

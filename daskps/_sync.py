@@ -30,6 +30,8 @@ class Sync(Protocol):
 
     lockstep: bool
     """Whether all ranks take part in every step, also without rows of their own."""
+    diverged: bool
+    """Whether this rank's part of the last round was not finite."""
 
     def epoch_began(self) -> None:
         """All ranks hold the same state now."""
@@ -54,6 +56,7 @@ class Alone:
     """World size 1: nothing to exchange."""
 
     lockstep = False
+    diverged = False
 
     def __init__(self, net: NeuralNet) -> None:
         self._net = net
@@ -80,6 +83,7 @@ class GradientSync:
     """Batch mode: every step is one step on the union of the ranks' rows."""
 
     lockstep = True
+    diverged = False
 
     def __init__(self, net: NeuralNet, channel: Channel, rank: int, bucket_bytes: int = 0) -> None:
         self._net = net
@@ -104,6 +108,7 @@ class GradientSync:
         if combined is None:
             _drop_gradients(self._exchange.parameters)
             return loss
+        self.diverged = self._exchange.diverged
         return combined
 
     def stepped(self, step: int) -> None:
@@ -128,6 +133,7 @@ class LocalSGD:
     """
 
     lockstep = False
+    diverged = False  # a gradient that is not finite shows in the next loss
 
     def __init__(self, net: NeuralNet, channel: Channel, rank: int, every: int | None) -> None:
         self._net = net

@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from skorch import NeuralNet
 
 from daskps import _hooks, _loading, _random, _replica, _state
-from daskps._callbacks import EpochReplay, Snapshot, forget_epoch, step_without_gradients
+from daskps._callbacks import (
+    EpochReplay,
+    EpochStart,
+    Snapshot,
+    forget_epoch,
+    step_without_gradients,
+)
 from daskps._launch import Run
 from daskps._partitions import Cut
 from daskps._replica import Opening
 from daskps._sources import Source
 from daskps._spec import Order
 from daskps._worker import Result
-from daskps.exceptions import DaskpsError
-from daskps.report import FitReport, RankEpoch
+from daskps.exceptions import DaskpsError, RunAbortedError, WorkerLostError
+from daskps.report import FitEvent, FitReport, RankEpoch
+
+logger = logging.getLogger("daskps")
+
+Outcome = TypeVar("Outcome")
 
 
 @dataclass(frozen=True)
@@ -36,12 +47,15 @@ class Job:
         Steps between two averages; 0 for gradients at every step, None for one average an epoch.
     seed : int
         Of everything random on the ranks.
+    resume : bool
+        Whether an epoch that loses a worker begins again on those that are left.
     """
 
     net: NeuralNet
     source: Source
     every: int | None
     seed: int
+    resume: bool = True
 
     @property
     def batch_size(self) -> int:
@@ -66,19 +80,84 @@ class Training:
         self._source = job.source
         self._every = job.every
         self._seed = job.seed
+        self._resume = job.resume
         self._run = run
         self._report = report
         self._shuffle = _loading.batching(job.net, True).shuffle
-        self._cut: Cut = job.source.cut(job.net, run.world_size, job.every != 0, job.seed)
+        self._cut: Cut | None = None
         self._held: Snapshot | None = None  # what all ranks hold, if they hold the same
         self._on_ranks = _hooks.rank_side(job.net)
         self._callbacks = _state.dump_callbacks(job.net, self._on_ranks) if self._on_ranks else b""
         self._predictions = _hooks.wants_predictions(job.net)
         self._settled = False  # whether the ranks and the client are at the end of the same epoch
+        self._seated = False  # whether the ranks have replicas
 
     def place(self) -> None:
         """Bring the shards to the workers."""
-        self._run.shards = self._source.place(self._run.client, self._cut, self._run.addresses)
+        self._undisturbed(len(self.net.history), self._cut_and_place)
+
+    def _cut_and_place(self) -> Cut:
+        """How the rows are cut for the workers that there are, which hold them afterwards."""
+        run = self._run
+        if self._cut is None:
+            self._cut = self._source.cut(self.net, run.world_size, self._every != 0, self._seed)
+        if not run.shards:
+            run.shards = self._source.place(run.patient_client, self._cut, run.addresses)
+        return self._cut
+
+    def _undisturbed(self, epoch: int, work: Callable[[], Outcome]) -> Outcome:
+        """Do something that needs all ranks; again from its beginning whenever a worker is lost.
+
+        Raises
+        ------
+        WorkerLostError
+            If that is what the caller wants, or if it happens too often.
+        """
+        n_losses = 0
+        while True:
+            try:
+                return work()
+            except WorkerLostError as error:
+                lost = WorkerLostError(
+                    f"{error}, in epoch {epoch + 1}.", error.worker, error.run_id, epoch, error.round
+                )
+            n_losses += 1
+            self._go_on_without(lost, n_losses)
+
+    def _go_on_without(self, lost: WorkerLostError, n_losses: int) -> None:
+        if not self._resume:
+            raise lost
+        try:
+            change = self._run.renew(join=False)
+        except RunAbortedError:  # nothing is left to go on with: what happened before that counts
+            raise lost from None
+        if change is None or n_losses > change.allowed_failures:
+            lost.add_note(f"It was loss number {n_losses} of the same epoch, see allowed-failures of Dask.")
+            raise lost
+        self._regroup()
+        k = self._run.world_size
+        logger.warning("%s It begins again on %d worker(s).", lost, k)
+        what = f"was lost: the epoch began again on {k} worker(s)"
+        epoch = lost.epoch or 0
+        self._report.events += [FitEvent(epoch, worker, what) for worker in change.lost or ["?"]]
+
+    def _take_in(self, epoch: int) -> None:
+        """Go on with workers that joined, and without those that left, since the last epoch."""
+        change = self._run.renew(join=True)
+        if change is None:
+            return
+        self._regroup()
+        k = self._run.world_size
+        what = [(worker, "was lost between two epochs") for worker in change.lost]
+        what += [(worker, "joined") for worker in change.joined]
+        self._report.events += [FitEvent(epoch, w, f"{news}: {k} worker(s) go on") for w, news in what]
+        logger.info("epoch %d begins on %d worker(s)", epoch + 1, k)
+
+    def _regroup(self) -> None:
+        """The ranks are others now, and hold nothing."""
+        self._cut = self._held = None
+        self._seated = False
+        self._report.world_size = self._run.world_size
 
     def run(self) -> None:
         """Train for the net's ``max_epochs``, with all hooks of the net and its callbacks."""
@@ -106,8 +185,13 @@ class Training:
         The ranks of an epoch that was given up are still busy, and are left alone.
         """
         if self._on_ranks and self._settled:
-            orders = self._orders(len(self.net.history))
-            self._callbacks = self._run.end_training(orders)
+            epoch = len(self.net.history)
+            self._callbacks = self._undisturbed(epoch, lambda: self._end(epoch))
+
+    def _end(self, epoch: int) -> bytes:
+        self._cut_and_place()
+        opening = None if self._seated else self._opening()
+        return self._run.end_training(self._orders(epoch), opening)
 
     def take_callbacks_back(self) -> None:
         """Put rank 0's callbacks into the client's net."""
@@ -124,12 +208,11 @@ class Training:
             yield
 
     def _train(self, epoch: int) -> None:
-        orders = self._orders(epoch)
-        opening = None
-        if not self._ranks_are_current():
-            opening = self._opening()
-        replay = EpochReplay(self.net, self._source, self._cut, orders[0])
-        results = self._run.epoch(orders, opening, replay.advance)
+        if self._report.ranks:  # not the first
+            self._take_in(epoch)
+        start = EpochStart(self.net)
+        replay, results = self._undisturbed(epoch, lambda: self._on_ranks_from(start, epoch))
+        self._seated = True
         replay.finish(results)
         step_without_gradients(self.net)
         # Not before the replay: a schedule that a callback advances there would count twice.
@@ -138,6 +221,14 @@ class Training:
         if results[0].records is not None:
             self._callbacks = results[0].records.callbacks
         self._note(results)
+
+    def _on_ranks_from(self, start: EpochStart, epoch: int) -> tuple[EpochReplay, list[Result]]:
+        start.restore()
+        cut = self._cut_and_place()
+        opening = None if self._ranks_are_current() else self._opening()
+        orders = self._orders(epoch)
+        replay = EpochReplay(self.net, self._source, cut, orders[0])
+        return replay, self._run.epoch(orders, opening, replay.advance)
 
     def _opening(self) -> Opening:
         return _replica.open_with(self.net, self._every, self._callbacks, self._run.rules)

@@ -25,7 +25,7 @@ from daskps._replica import Opening
 from daskps._spec import FORGET, HELLO, LEFT, TOPIC, WORKER_PLUGIN, Order, Rules, Ticket
 from daskps._sync import Alone, GradientSync, LocalSGD, Sync, capacity
 from daskps._transport import Channel, Traffic, open_channel
-from daskps.exceptions import DaskpsError, RunAbortedError, StoppedError
+from daskps.exceptions import DaskpsError, DivergenceError, RunAbortedError, StoppedError
 
 # Under this key a validation step holds what callbacks on its rank recorded for its batch.
 RECORDED = "daskps_recorded"
@@ -66,6 +66,8 @@ class Result:
     predictions: bytes
     norms: np.ndarray
     """Of all values, to see whether ranks that should hold the same do."""
+    diverged: str
+    """What was not finite; empty if everything was."""
 
 
 class StateNeeded:
@@ -99,26 +101,29 @@ class DaskpsWorkerPlugin(WorkerPlugin):
 
     def setup(self, worker: Worker) -> None:
         self.worker = worker
-        self.seats: dict[str, Seat] = {}
-        self.over: deque[str] = deque(maxlen=1000)  # runs that ended, maybe before a rank sat down
+        # By run and generation.
+        self.seats: dict[tuple[str, int], Seat] = {}
+        # What ended, maybe before a rank sat down.
+        self.over: deque[tuple[str, int]] = deque(maxlen=1000)
         self.lock = threading.Lock()
         worker.stream_handlers[FORGET] = self.forget
         worker.batched_send({"op": HELLO, "process": PROCESS, "version": daskps.__version__})
 
     def teardown(self, worker: Worker) -> None:
-        for run_id in list(self.seats):
-            self.forget(run_id)
+        for run_id, generation in list(self.seats):
+            self.forget(run_id, generation)
 
-    def forget(self, run_id: str) -> None:
-        """The run is over: stop its rank and drop its replica."""
+    def forget(self, run_id: str, generation: int) -> None:
+        """A generation of a run is over: stop its rank and drop its replica."""
+        place = run_id, generation
         with self.lock:
-            self.over.append(run_id)
-            seat = self.seats.pop(run_id, None)
+            self.over.append(place)
+            seat = self.seats.pop(place, None)
             active = seat is not None and seat.active
             if seat is not None:
                 seat.left.set()  # the step loop looks at it once a step
         if not active:
-            self._leave(run_id, seat)
+            self._leave(place, seat)
 
     @contextmanager
     def seated(self, order: Order, opening: Opening | None) -> Iterator[Seat | None]:
@@ -134,7 +139,7 @@ class DaskpsWorkerPlugin(WorkerPlugin):
 
     def _find(self, order: Order) -> Seat | None:
         with self.lock:
-            seat = self.seats.get(order.ticket.run_id)
+            seat = self.seats.get(_place(order.ticket))
             if seat is None or (seat.ticket, seat.epoch) != (order.ticket, order.epoch):
                 return None
             seat.active = True
@@ -142,15 +147,15 @@ class DaskpsWorkerPlugin(WorkerPlugin):
 
     def _sit_down(self, order: Order, opening: Opening) -> Seat:
         """A new replica in the state that the client sent, on the connection that the run has."""
-        run_id = order.ticket.run_id
+        place = _place(order.ticket)
         replica: Any = _replica.build(opening)
-        old = self.seats.get(run_id)
+        old = self.seats.get(place)
         channel = self._arrive(order.ticket, replica, opening.rules) if old is None else old.channel
         replica.sync_ = make_sync(replica, channel, order.ticket, opening)
         seat = Seat(order.ticket, replica, replica.sync_, channel, order.epoch, opening.rules, active=True)
         with self.lock:
-            if run_id not in self.over:
-                self.seats[run_id] = seat
+            if place not in self.over:
+                self.seats[place] = seat
                 return seat
         seat.close()
         raise RunAbortedError("the run ended before this rank began")
@@ -165,13 +170,18 @@ class DaskpsWorkerPlugin(WorkerPlugin):
             seat.active = False
             over = seat.left.is_set()
         if over:
-            self._leave(seat.ticket.run_id, seat)
+            self._leave(_place(seat.ticket), seat)
 
-    def _leave(self, run_id: str, seat: Seat | None) -> None:
+    def _leave(self, place: tuple[str, int], seat: Seat | None) -> None:
         if seat is not None:
             seat.close()
+        news = {"op": LEFT, "run_id": place[0], "generation": place[1]}
         # On the event loop, whichever thread this is.
-        self.worker.loop.add_callback(self.worker.batched_send, {"op": LEFT, "run_id": run_id})
+        self.worker.loop.add_callback(self.worker.batched_send, news)
+
+
+def _place(ticket: Ticket) -> tuple[str, int]:
+    return ticket.run_id, ticket.generation
 
 
 def make_sync(net: Any, channel: Channel, ticket: Ticket, opening: Opening) -> Sync:
@@ -183,11 +193,12 @@ def make_sync(net: Any, channel: Channel, ticket: Ticket, opening: Opening) -> S
     return LocalSGD(net, channel, ticket.rank, opening.every)
 
 
-def end_training(order: Order, shard: Shard) -> bytes | StateNeeded:
+def end_training(order: Order, shard: Shard, opening: Opening | None) -> bytes | StateNeeded:
     """The last task of a rank whose replica has callbacks: they learn that the training ends."""
     worker = get_worker()
     plugin: Any = worker.plugins[WORKER_PLUGIN]
-    with plugin.seated(order, None) as seat:
+    _say_begun(worker, order)
+    with plugin.seated(order, opening) as seat:
         if seat is None:
             return StateNeeded()
         try:
@@ -210,6 +221,7 @@ def run_epoch(order: Order, shard: Shard, opening: Opening | None) -> Result | S
     worker = get_worker()
     plugin: Any = worker.plugins[WORKER_PLUGIN]
     begun = perf_counter()
+    _say_begun(worker, order)
     threads, quiet = _environment.torch_threads(worker.state.nthreads), held_back(worker)
     with threads, quiet, plugin.seated(order, opening) as seat, readable(shard, worker.data) as held:
         if seat is None:
@@ -219,11 +231,19 @@ def run_epoch(order: Order, shard: Shard, opening: Opening | None) -> Result | S
         return _Epoch(seat, order, held, worker).run(setup_seconds)
 
 
+def _say_begun(worker: Worker, order: Order) -> None:
+    """A worker's thread has taken up the rank."""
+    ticket = order.ticket
+    news = {"run_id": ticket.run_id, "generation": ticket.generation, "begun": ticket.rank}
+    worker.log_event(TOPIC, news)
+
+
 class _Epoch:
     """The steps of one epoch on one rank."""
 
     def __init__(self, seat: Seat, order: Order, shard: Shard, worker: Worker) -> None:
         self.seat = seat
+        self.worker = worker
         self.net = seat.replica
         self.order = order
         self.shard = shard
@@ -231,6 +251,8 @@ class _Epoch:
         self.losses = np.full(len(shard.sizes), np.nan)
         self.weights = np.zeros(len(shard.sizes))
         self.predictions: list[Any] = [None] * len(shard.sizes)
+        self.step, self.trained = -1, False
+        self.diverged = ""
         interval = seat.rules.report_interval
         self.reporter = _Reporter(worker, order, self.losses, self.weights, interval)
 
@@ -240,7 +262,6 @@ class _Epoch:
             return self._run(setup_seconds)
 
     def _run(self, setup_seconds: float) -> Result:
-        step = -1
         before = replace(self.seat.channel.traffic)
         begun = perf_counter()
         try:
@@ -248,6 +269,7 @@ class _Epoch:
                 self._begin()
             for step, size in enumerate(self.shard.sizes):
                 self._step(step, size)
+            self.trained = True
             uniform = self.seat.sync.epoch_ended()
             traffic = self.seat.channel.traffic.since(before)
             seconds = perf_counter() - begun - traffic.wait_seconds - traffic.sync_seconds
@@ -257,8 +279,11 @@ class _Epoch:
         except KeyboardInterrupt as error:  # of a callback; Dask would take it for its own and end
             raise StoppedError("a callback on a rank stopped the training") from error
         except Exception as error:
-            self._blame(error, step)
+            self._blame(error)
             raise
+        norms = _state.norms(self.net)
+        if not np.isfinite(norms).all():
+            self._diverge("Parameters")
         self.seat.epoch += 1
         first = self.order.ticket.rank == 0
         return Result(
@@ -274,7 +299,8 @@ class _Epoch:
             state=_state.dump(self.net) if first else b"",
             records=self._records() if first else None,
             predictions=_state.to_bytes(self.predictions) if self.order.predictions else b"",
-            norms=_state.norms(self.net),
+            norms=norms,
+            diverged=self.diverged,
         )
 
     def _begin(self) -> None:
@@ -296,13 +322,36 @@ class _Epoch:
         self.batches = iter(train_batches(net, self.shard, pieces(rows, self.shard.sizes)))
 
     def _step(self, step: int, size: int) -> None:
-        if self.seat.left.is_set():
-            raise RunAbortedError("the run ended elsewhere")
+        self.step = step
+        self._refuse_to_stay()
         if size or self.seat.sync.lockstep:
             with self.stream.lent():
                 self._train_or_idle(step, size)
+        if self.net.diverged_:
+            self._diverge("The loss or a gradient")
         self.seat.sync.stepped(step)
         self.reporter.stepped(step + 1)
+
+    def _diverge(self, what: str) -> None:
+        """Say, once an epoch, that something is not finite."""
+        on_divergence = self.seat.rules.on_divergence
+        self.net.diverged_ = False
+        if self.diverged or on_divergence == "ignore":
+            return
+        self.diverged = (
+            f"{what} on rank {self.order.ticket.rank} became NaN or infinite in epoch"
+            f" {self.order.epoch + 1}, step {self.step + 1} of {len(self.shard.sizes)}."
+        )
+        if on_divergence == "raise":
+            raise DivergenceError(self.diverged)
+        ticket = self.order.ticket
+        news = {"run_id": ticket.run_id, "generation": ticket.generation, "diverged": self.diverged}
+        self.worker.log_event(TOPIC, news)
+
+    def _refuse_to_stay(self) -> None:
+        """Dask stops no thread: whoever is told to leave has to look."""
+        if self.seat.left.is_set():
+            raise RunAbortedError("the run ended elsewhere")
 
     def _train_or_idle(self, step: int, size: int) -> None:
         batch = next(self.batches) if size else None
@@ -342,6 +391,7 @@ class _Epoch:
         for batch, size in zip(
             validation_batches(self.net, self.shard), self.shard.valid_sizes, strict=True
         ):
+            self._refuse_to_stay()
             self.net.history.new_batch()
             self._hook("on_batch_begin", batch=batch, training=False)
             outcome = self.net.validation_step(batch)
@@ -363,11 +413,13 @@ class _Epoch:
         callbacks = _state.dump_callbacks(self.net, self.net.callbacks_)
         return Records(batches, _without(row, ("batches", "epoch")), callbacks)
 
-    def _blame(self, error: Exception, step: int) -> None:
+    def _blame(self, error: Exception) -> None:
         ticket = self.order.ticket
+        where = f"step {self.step + 1} of {len(self.shard.sizes)}"
+        if self.trained:
+            where = "after the last step"
         error.add_note(
-            f"Raised on rank {ticket.rank} of {ticket.world_size}, epoch {self.order.epoch + 1},"
-            f" step {step + 1} of {len(self.shard.sizes)}."
+            f"Raised on rank {ticket.rank} of {ticket.world_size}, epoch {self.order.epoch + 1}, {where}."
         )
 
 
@@ -412,6 +464,7 @@ class _Reporter:
             TOPIC,
             {
                 "run_id": self.order.ticket.run_id,
+                "generation": self.order.ticket.generation,
                 "epoch": self.order.epoch,
                 "rank": self.order.ticket.rank,
                 "losses": self.losses[news].tolist(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import ExitStack
+from dataclasses import replace
 from numbers import Integral
 from time import perf_counter
 from typing import Any
@@ -53,6 +54,10 @@ class DistributedCNNClassifier(ClassifierMixin, BaseEstimator):
         a private ``LocalCluster`` with a process for every core that this process may use.
     class_weight : None, 'balanced' or dict, default=None
         What the rows of a class count in the training loss, as in scikit-learn.
+    on_worker_lost : {'resume', 'raise'}, default='resume'
+        What to do when a worker leaves the cluster during a fit. 'resume': the epoch begins again, at
+        once, on the workers that are left, with all rows and in the state that it had begun with; a
+        replacement joins at the next epoch. 'raise': `fit` raises `WorkerLostError`.
     random_state : int, RandomState instance or None, default=None
         Fixes initial weights, the cut of the data, shuffling and dropout: the same seed and number
         of workers give the same bits. Without it torch's global seed decides.
@@ -87,6 +92,7 @@ class DistributedCNNClassifier(ClassifierMixin, BaseEstimator):
         n_workers: int | None = None,
         client: Client | str | None = None,
         class_weight: dict | str | None = None,
+        on_worker_lost: str = "resume",
         random_state: Any = None,
     ) -> None:
         self.net = net
@@ -94,6 +100,7 @@ class DistributedCNNClassifier(ClassifierMixin, BaseEstimator):
         self.n_workers = n_workers
         self.client = client
         self.class_weight = class_weight
+        self.on_worker_lost = on_worker_lost
         self.random_state = random_state
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> DistributedCNNClassifier:
@@ -126,7 +133,8 @@ class DistributedCNNClassifier(ClassifierMixin, BaseEstimator):
         InstallationError
             If daskps is missing, or of another version, on the scheduler or on a worker.
         WorkerLostError
-            If a worker left during the fit.
+            If a worker left during the fit and ``on_worker_lost='raise'``, or if the same epoch lost
+            workers more often than ``distributed.scheduler.allowed-failures``.
         """
         goes_on = bool(getattr(self.net, "warm_start", False))
         earlier = getattr(self, "net_", self.net) if goes_on else self.net
@@ -216,13 +224,14 @@ class DistributedCNNClassifier(ClassifierMixin, BaseEstimator):
         clock = Stopwatch()
         every = steps_between_rounds(self.sync_every)
         _check_n_workers(self.n_workers)
+        resume = resumes(self.on_worker_lost)
         with ExitStack() as stack:
             stack.enter_context(_folds.fitting())
             stack.enter_context(span("daskps"))  # how Dask's dashboard calls a fit
             on_cluster = _inputs.is_dask(X) or _inputs.is_dask(y)
             client = stack.enter_context(client_for(self.client)) if on_cluster else None
             data = _inputs.check_fit(self, X, y, classes, sample_weight, client)
-            job = prepare(start, data, every)
+            job = replace(prepare(start, data, every), resume=resume)
             clock.lap("checks")
             client = client or stack.enter_context(client_for(self.client))
             clock.lap("cluster")
@@ -346,6 +355,21 @@ def steps_between_rounds(sync_every: str | int) -> int | None:
     raise ValueError(
         "The 'sync_every' parameter must be 'batch', 'epoch' or an integer >= 1, got"
         f" {sync_every!r} instead."
+    )
+
+
+def resumes(on_worker_lost: str) -> bool:
+    """Whether a fit goes on after it has lost a worker.
+
+    Raises
+    ------
+    ValueError
+        If ``on_worker_lost`` is neither 'resume' nor 'raise'.
+    """
+    if isinstance(on_worker_lost, str) and on_worker_lost in ("resume", "raise"):
+        return on_worker_lost == "resume"
+    raise ValueError(
+        f"The 'on_worker_lost' parameter must be 'resume' or 'raise', got {on_worker_lost!r} instead."
     )
 
 

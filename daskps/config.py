@@ -13,6 +13,7 @@ from daskps._spec import Rules
 
 TRANSPORTS = ("auto", "shared-memory", "comm")
 WIRE_DTYPES = (None, "bfloat16", "float16")
+ON_DIVERGENCE = ("warn", "raise", "ignore")
 
 
 def get(key: str) -> Any:
@@ -36,12 +37,15 @@ def rules() -> Rules:
     return Rules(
         workers=seconds("timeouts.workers"),
         connect=seconds("timeouts.connect"),
+        start=seconds("timeouts.start"),
         round=seconds("timeouts.round"),
+        silence=seconds("timeouts.silence"),
         close=seconds("timeouts.close"),
         report_interval=seconds("report-interval"),
         transport=_one_of("transport", TRANSPORTS),
         bucket_bytes=_bytes("bucket-size"),
         wire_dtype=_one_of("wire-dtype", WIRE_DTYPES),
+        on_divergence=_one_of("on-divergence", ON_DIVERGENCE),
     )
 
 

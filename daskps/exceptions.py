@@ -16,11 +16,45 @@ class ClusterTooSmallError(DaskpsError):
 
 
 class WorkerLostError(DaskpsError):
-    """A worker that held a rank left the cluster during a fit."""
+    """A worker that held a rank left the cluster during a fit.
+
+    Parameters
+    ----------
+    reason : str
+    worker : str, optional
+        Its address.
+    run_id : str, optional
+    epoch : int, optional
+        Counted from 0.
+    round : int, optional
+        Of the parameter server, counted from 0 since the workers were last put together.
+    """
+
+    def __init__(
+        self,
+        reason: str = "",
+        worker: str | None = None,
+        run_id: str | None = None,
+        epoch: int | None = None,
+        round: int | None = None,
+    ) -> None:
+        super().__init__(reason)
+        self.worker = worker
+        self.run_id = run_id
+        self.epoch = epoch
+        self.round = round
+
+
+class WorkerBusyError(DaskpsError):
+    """A worker of a fit was busy with other tasks for ``daskps.timeouts.start``."""
 
 
 class RoundTimeoutError(DaskpsError):
     """A round of the parameter server was not complete within ``daskps.timeouts.round``."""
+
+
+class DivergenceError(DaskpsError):
+    """A loss, a gradient or a parameter became NaN or infinite, with ``daskps.on-divergence: raise``."""
 
 
 class RunAbortedError(DaskpsError):

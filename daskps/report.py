@@ -44,6 +44,25 @@ class RankEpoch:
     transport: str
 
 
+@dataclass(frozen=True)
+class FitEvent:
+    """Something that happened to the workers of a fit.
+
+    Attributes
+    ----------
+    epoch : int
+        Counted from 0.
+    worker : str
+        Its address; empty if it is not known.
+    what : str
+        What happened to it, and what was done about it.
+    """
+
+    epoch: int
+    worker: str
+    what: str
+
+
 @dataclass
 class FitReport:
     """What one fit measured.
@@ -56,7 +75,7 @@ class FitReport:
     Attributes
     ----------
     world_size : int
-        Ranks that trained, K.
+        Ranks that trained, K; at the end, if workers were lost or joined.
     sync_every : {'batch', 'epoch'} or int
     batch_size : int
         Rows that one optimizer step sees.
@@ -65,6 +84,8 @@ class FitReport:
     epoch_seconds : list of float
         Wall time of every epoch on the client, validation and callbacks included.
     ranks : list of RankEpoch
+    events : list of FitEvent
+        Workers that were lost or joined.
     """
 
     world_size: int
@@ -73,6 +94,7 @@ class FitReport:
     startup_seconds: dict[str, float] = field(default_factory=dict)
     epoch_seconds: list[float] = field(default_factory=list)
     ranks: list[RankEpoch] = field(default_factory=list)
+    events: list[FitEvent] = field(default_factory=list)
 
     @property
     def n_batches(self) -> float:
@@ -209,7 +231,9 @@ class FitReport:
     def __str__(self) -> str:
         head = f"{self.world_size} rank(s), sync_every={self.sync_every!r}, batch_size={self.batch_size}"
         lines = [f"{name:<9} {value}".rstrip() for name, value in self.summary().items()]
-        return "\n".join([head, *lines, textwrap.fill(self.advice(), 100), "", *self._table()])
+        events = [f"epoch {e.epoch + 1}: {e.worker} {e.what}" for e in self.events]
+        advice = textwrap.fill(self.advice(), 100)
+        return "\n".join([head, *lines, *events, advice, "", *self._table()])
 
     def _repr_html_(self) -> str:
         return _html.report_html(self)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 
 # Before anything loads torch, here or in a worker: two pools that spin would fight for the cores.
 for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
 
+import multiprocessing  # noqa: E402
+
+import dask  # noqa: E402
 import pytest  # noqa: E402
 from distributed import Client, LocalCluster  # noqa: E402
 
@@ -49,3 +53,40 @@ def client(session_client):
     assert session_client.submit(int, pure=False).result(timeout=20) == 0
     # A test that failed before may have left something: that is its fault, not everybody's.
     wait_until(lambda: new() == set(), what=lambda: f"left on the cluster: {new()}")
+
+
+# Workers that may be killed: their nannies start others, which the fork server has ready at once.
+
+N_MORTALS = 3
+
+
+@pytest.fixture(scope="session")
+def mortal_cluster():
+    multiprocessing.set_forkserver_preload(["distributed", "torch", "skorch", "daskps._worker"])
+    with ExitStack() as stack:
+        stack.enter_context(dask.config.set({"distributed.worker.multiprocessing-method": "forkserver"}))
+        cluster = stack.enter_context(local_cluster(n_workers=N_MORTALS, processes=True))
+        yield stack.enter_context(Client(cluster, set_as_default=False))
+
+
+@pytest.fixture
+def mortals(mortal_cluster):
+    """A client of workers that may be killed. Afterwards all are there again, and nothing is left."""
+    from probes import leftovers, wait_until
+
+    before = leftovers(mortal_cluster)
+
+    def is_as_before():
+        try:
+            return leftovers(mortal_cluster) <= before
+        except OSError:  # a worker went while it was asked
+            return False
+
+    yield mortal_cluster
+    try:
+        mortal_cluster.wait_for_workers(N_MORTALS, timeout=30)
+    except TimeoutError:  # a nanny has given up, as some do whose worker was closed
+        mortal_cluster.cluster.scale(0)
+        mortal_cluster.cluster.scale(N_MORTALS)
+        mortal_cluster.wait_for_workers(N_MORTALS, timeout=60)
+    wait_until(is_as_before, seconds=60, what=lambda: f"left on the cluster: {leftovers(mortal_cluster)}")

@@ -96,6 +96,34 @@ class Boom(CNN3):
         return super().forward(X)
 
 
+class BadLoss(CNN3):
+    """A loss that is NaN for a row with a pixel of 99."""
+
+    def forward(self, X):
+        out = super().forward(X)
+        return out * float("nan") if (X == 99).any() else out
+
+
+class BadGradient(CNN3):
+    """A loss as always, and a gradient that is NaN, for a row with a pixel of 99."""
+
+    def forward(self, X):
+        out = super().forward(X)
+        if self.training and (X == 99).any():
+            zero = (self.layers[0].bias.sum() * 0).sqrt()  # its derivative at 0 is infinite, times 0
+            out = out + zero
+        return out
+
+
+class EvalBoom(CNN3):
+    """Raises if a pixel is 99, but not in training."""
+
+    def forward(self, X):
+        if not self.training and (X == 99).any():
+            raise ValueError("boom")
+        return super().forward(X)
+
+
 class Gated(CNN3):
     """Says that it has come to its first training batch, and waits there until a file is there."""
 
@@ -119,6 +147,41 @@ class GatedBoom(Gated):
             wait_until(lambda: os.path.exists(self.path))
             raise ValueError("boom")
         return super().forward(X)
+
+
+MARK = 0.5078125
+
+
+class Halting(CNN3):
+    """Halts at a marked row in a training or validation batch, once there is a file "halt", until "go".
+
+    Whoever halts says who it is. The first who did may then have to raise or to abort. A mark is a
+    pixel that random images do not have.
+    """
+
+    def __init__(self, n=10, path=None, dtype=torch.float32, dropout=0.0, training=True):
+        super().__init__(n, dtype, dropout)
+        self.path = path
+        self.when = training
+
+    def forward(self, X):
+        if self.training == self.when and (X == MARK).any() and self.there_is("halt"):
+            self.halt()
+        return super().forward(X)
+
+    def halt(self):
+        halted = os.path.join(self.path, "halted")
+        write(halted, pid=os.getpid())
+        wait_until(lambda: self.there_is("go"), seconds=90)
+        if read(halted)[0]["pid"] != os.getpid():
+            return
+        if self.there_is("raise"):
+            raise ValueError("boom")
+        if self.there_is("abort"):
+            os.abort()
+
+    def there_is(self, name):
+        return os.path.exists(os.path.join(self.path, name))
 
 
 class Built(CNN3):

@@ -24,7 +24,7 @@ def on_scheduler(dask_scheduler):
     plugin = dask_scheduler.plugins.get(SCHEDULER_PLUGIN)
     if plugin is not None:
         found += [("run", run) for run in plugin.runs]
-        found += [("leaving", run) for run in plugin.leaving]
+        found += [("leaving", run) for run, _ in plugin.leaving]
         found += [("held", run) for run in plugin.leases.held()]
         found += [("waiting", run) for run in plugin.leases.waiting()]
     return found
@@ -34,7 +34,7 @@ def on_worker(dask_worker):
     """Everything that a fit could leave behind in a worker."""
     plugin = dask_worker.plugins.get(WORKER_PLUGIN)
     seats = [] if plugin is None else plugin.seats
-    return [("data", str(key)) for key in dask_worker.data] + [("seat", run) for run in seats]
+    return [("data", str(key)) for key in dask_worker.data] + [("seat", run) for run, _ in seats]
 
 
 def leftovers(client):

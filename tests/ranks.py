@@ -28,12 +28,15 @@ PATIENCE = 60
 RULES = Rules(
     workers=PATIENCE,
     connect=PATIENCE,
+    start=PATIENCE,
     round=PATIENCE,
+    silence=PATIENCE,
     close=PATIENCE,
     report_interval=0.25,
     transport="auto",
     bucket_bytes=1 << 20,
     wire_dtype=None,
+    on_divergence="warn",
 )
 
 

@@ -40,10 +40,13 @@ def test_unknown_key_is_an_error():
 
 class TestRules:
     def test_are_the_settings_of_a_run(self):
-        assert config.rules() == Rules(30.0, 30.0, 3600.0, 30.0, 0.25, "auto", 2**22, None)
+        assert config.rules() == Rules(
+            30.0, 30.0, 600.0, 3600.0, 30.0, 30.0, 0.25, "auto", 2**22, None, "warn"
+        )
 
     @pytest.mark.parametrize(("key", "field"), [
         ("timeouts.workers", "workers"), ("timeouts.connect", "connect"), ("timeouts.round", "round"),
+        ("timeouts.start", "start"), ("timeouts.silence", "silence"),
         ("timeouts.close", "close"), ("report-interval", "report_interval"),
     ])  # fmt: skip
     def test_take_every_duration_in_seconds(self, key, field):
@@ -85,6 +88,17 @@ class TestRules:
         with dask.config.set({"daskps.wire-dtype": dtype}), pytest.raises(ValueError, match=message):
             config.rules()
 
+    @pytest.mark.parametrize("value", ["warn", "raise", "ignore"])
+    def test_take_what_to_do_on_divergence(self, value):
+        with dask.config.set({"daskps.on-divergence": value}):
+            assert config.rules().on_divergence == value
+
+    @pytest.mark.parametrize("value", ["error", "", None, True])
+    def test_refuse_what_cannot_be_done_on_divergence(self, value):
+        message = r"daskps\.on-divergence must be one of \('warn', 'raise', 'ignore'\), got "
+        with dask.config.set({"daskps.on-divergence": value}), pytest.raises(ValueError, match=message):
+            config.rules()
+
     def test_are_plain_values(self):
-        kinds = [float] * 5 + [str, int, type(None)]
+        kinds = [float] * 7 + [str, int, type(None), str]
         assert [type(value) for value in config.rules()] == kinds

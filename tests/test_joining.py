@@ -14,7 +14,8 @@ from probes import wait_until
 from ranks import RULES, RUN_ID, fds, no_new_fds, round_threads
 
 from daskps import _joining, _sharedmemory, _transport
-from daskps._scheduler_plugin import DaskpsSchedulerPlugin, _Run
+from daskps._leases import Request
+from daskps._scheduler_plugin import DaskpsSchedulerPlugin, Terms, _Run
 from daskps._spec import Ticket
 from daskps._transport import CommChannel, SharedMemoryChannel, SocketChannel, open_channel
 from daskps.exceptions import (
@@ -67,7 +68,9 @@ class Scheduler:
         self.loop, self.over = asyncio.get_running_loop(), asyncio.Event()
         self.plugin = DaskpsSchedulerPlugin()
         self.plugin.runs = {}
-        self.run = _Run(RUN_ID, "client", ["address"] * self._world_size, RULES)
+        terms = Terms("client", Request(RUN_ID, None, 100), None, {}, RULES)
+        self.run = _Run(RUN_ID, terms, ["address"] * self._world_size)
+        self.run.serve(lambda: None)
         self.plugin.runs[RUN_ID] = self.run
         address, listening = self._where
         async with listen(address, self._handle, deserialize=False, **listening) as listener:
@@ -296,7 +299,7 @@ class TestFailure:
             def rank_does(rank, channel):
                 if rank == 2:
                     wait_until(lambda: scheduler.run.server.missing() == [2])
-                    scheduler.call(scheduler.run.fail, WorkerLostError("worker 2 left"))
+                    scheduler.call(scheduler.run.rounds.fail, WorkerLostError("worker 2 left"))
                     scheduler.run.rounds._thread.join(60)
                     return None
                 return channel.push_pull(np.ones(3), 1.0, "mean")

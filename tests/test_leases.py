@@ -118,6 +118,50 @@ class TestQueue:
         assert served == [r.run_id for r in requests]
 
 
+class TestKeepAndGrow:
+    def test_what_is_left_is_kept(self, leases):
+        leases.grant(ask(leases, "a", 3), cluster(3))
+        leases.keep("a", ["process-0", "process-2"])
+        assert leases.held() == {"a": ["process-0", "process-2"]}
+        assert leases.grant(ask(leases, "b", 1), cluster(3)) == ["tcp://1"]
+
+    @pytest.mark.parametrize(("n_workers", "most", "expected"), [
+        (None, 100, ["tcp://2", "tcp://3"]), (3, 100, ["tcp://2"]), (2, 100, []), (None, 3, ["tcp://2"]),
+    ])  # fmt: skip
+    def test_up_to_what_was_asked_for(self, leases, n_workers, most, expected):
+        request = ask(leases, "a", n_workers, most)
+        leases.grant(request, cluster(2))
+        leases.keep("a", ["process-0", "process-1"])
+        assert leases.grow(request, cluster(4)) == expected
+        assert len(leases.held()["a"]) == 2 + len(expected)
+
+    def test_two_workers_of_one_process_are_one(self, leases):
+        request = ask(leases, "a")
+        leases.grant(request, cluster(2, per_process=2))
+        assert leases.grow(request, cluster(4, per_process=2)) == ["tcp://2"]
+
+    def test_not_what_others_hold(self, leases):
+        request = ask(leases, "a", 2)
+        leases.grant(request, cluster(2))
+        leases.grant(ask(leases, "b", 1), cluster(3))
+        leases.keep("a", ["process-0"])
+        assert leases.grow(request, {"tcp://0": "process-0", "tcp://2": "process-2"}) == []
+
+    def test_not_what_others_wait_for(self, leases):
+        request = ask(leases, "a")
+        leases.grant(request, cluster(2))
+        ask(leases, "b", 3)
+        assert leases.grow(request, cluster(3)) == []
+        leases.release("b")
+        assert leases.grow(request, cluster(3)) == ["tcp://2"]
+
+    def test_who_lost_everything_comes_first(self, leases):
+        ask(leases, "waits", 1)
+        first = Request("lost", 1, 1)
+        leases.ask(first, first=True)
+        assert leases.grant(first, cluster(1)) == ["tcp://0"]
+
+
 class TestRelease:
     def test_from_what_is_held(self, leases):
         leases.grant(ask(leases, "a"), cluster(2))

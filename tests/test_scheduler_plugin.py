@@ -203,7 +203,7 @@ def test_closing_twice(client, session_client):
 
 
 async def say_left(run_id, dask_scheduler):
-    await dask_scheduler.plugins[SCHEDULER_PLUGIN].left(worker="nobody", run_id=run_id)
+    await dask_scheduler.plugins[SCHEDULER_PLUGIN].left("nobody", run_id, generation=0)
 
 
 def test_a_poisoned_run_takes_no_more_rounds(client, session_client, cluster):

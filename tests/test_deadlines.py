@@ -1,0 +1,79 @@
+"""Silence decides, not slowness; and every wait has an end, which names who was waited for."""
+
+from __future__ import annotations
+
+import dask
+import numpy as np
+import pytest
+import torch
+from faults import address_of, fit_and, halting_net, is_alive, marked, stop, wait_for_file
+from nets import CNN3
+from probes import wait_until
+from reference import distance, fit_daskps, fit_plain, make_net, xy
+
+from daskps import RoundTimeoutError, WorkerBusyError
+
+# Ten heartbeats, which are half a second apart.
+SILENCE = {"daskps.timeouts.silence": "5s"}
+
+
+@pytest.mark.parametrize("sync_every", ["batch", "epoch"])
+def test_a_worker_that_falls_silent_is_lost(mortals, tmp_path, sync_every):
+    """SIGSTOP: its connections stay open, and nothing comes."""
+    stopped = {}
+
+    def event(pid):
+        stopped[pid] = address_of(mortals, pid)
+        stop(pid)
+
+    X, y = marked(203, 95, np.float64)
+    net = halting_net(tmp_path, module__dtype=torch.float64)
+    with dask.config.set(SILENCE):
+        ours = fit_and(event, mortals, net, X, y, n_workers=3, sync_every=sync_every)
+    ((pid, address),) = stopped.items()
+    assert ours.report_.events[0].worker == address
+    if sync_every == "batch":
+        assert distance(ours, fit_plain(net.set_params(callbacks=None), X, y)) <= 1e-10
+    wait_until(lambda: not is_alive(pid), seconds=60)  # its nanny has started another one
+
+
+def test_a_slow_rank_is_waited_for_and_then_it_is_an_error(mortals, tmp_path):
+    """Longer than silence would last: its worker's heart beats."""
+    X, y = marked(203, 95)
+    with dask.config.set({"daskps.timeouts.silence": "2s", "daskps.timeouts.round": "3s"}):
+        error = fit_and(forget_to_wake, mortals, halting_net(tmp_path), X, y, n_workers=3)
+    assert type(error) is RoundTimeoutError
+    for part in ("for ranks [", "3 s", "daskps.timeouts.round"):
+        assert part in str(error)
+
+
+def forget_to_wake(pid):
+    """Long enough for all that wait to lose patience."""
+    from probes import PAUSE
+
+    PAUSE.wait(4)
+
+
+def test_a_worker_that_is_busy_with_other_tasks(client, session_client, tmp_path):
+    """The error names the tasks, also with a single rank, which waits for nobody."""
+    X, y = xy(203, 3)
+    net = make_net(CNN3, module__n=3)
+    workers = sorted(session_client.scheduler_info(n_workers=-1)["workers"])
+    busy, gate = workers[0], tmp_path / "gate"
+    other = session_client.submit(wait_for_file, str(gate), workers=[busy], key="somebody-elses")
+    try:
+        wait_until(lambda: other.key in session_client.processing()[busy])
+        for allowed in (workers, [busy]):
+            with (
+                dask.config.set({"daskps.timeouts.start": "700ms"}),
+                dask.annotate(workers=allowed),
+                pytest.raises(WorkerBusyError) as caught,
+            ):
+                fit_daskps(session_client, net, X, y)
+            for part in (busy, "somebody-elses", "0.7 s", "daskps.timeouts.start"):
+                assert part in str(caught.value)
+    finally:
+        gate.touch()
+        other.result(timeout=20)
+        other.release()
+    assert fit_daskps(session_client, net, X, y).report_.world_size == 4
