@@ -97,7 +97,9 @@ async def _pass_memory(listener: socket.socket, token: bytes, rounds: RoundServe
         sock, _ = await loop.sock_accept(listener)
         try:
             if _sharedmemory.is_same_user(sock) and await _shows(sock, token):
-                return SharedMemoryLink(sock, _passed(sock, rounds))
+                # In a thread: the kernel clears what it gives, and much of it takes a while.
+                memory = await asyncio.to_thread(_passed, sock, rounds)
+                return SharedMemoryLink(sock, memory)
         except OSError as error:
             logger.debug("no shared memory for a rank of run %s: %r", rounds.server.run_id, error)
         except BaseException:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from numbers import Integral
 from typing import Any
 
 import numpy as np
+import torch
 from skorch import NeuralNet
 from skorch.dataset import Dataset as SkorchDataset
 from torch.utils.data import DataLoader, Dataset
@@ -62,6 +63,8 @@ class ItemDataset(Dataset):
 
 def train_batches(net: NeuralNet, shard: Shard, rows: Sequence[np.ndarray]) -> Iterable:
     """The rank's training batches: one for every piece of rows that is not empty."""
+    if shard.weights is None and _is_sliced(net, "iterator_train", shard.X, shard.y):
+        return Slices(shard.X, shard.y, rows)
     dataset = _dataset(net, shard.X, shard.y)
     if shard.weights is not None:
         dataset = WeightedRows(dataset, shard.weights)
@@ -72,9 +75,33 @@ def validation_batches(net: NeuralNet, shard: Shard) -> Iterable:
     """The rank's validation batches, each as the serial iterator makes it."""
     if not len(shard.valid_sizes):
         return ()
-    dataset = _dataset(net, shard.X_valid, shard.y_valid)
     rows = pieces(np.arange(shard.valid_sizes.sum()), shard.valid_sizes)
+    if _is_sliced(net, "iterator_valid", shard.X_valid, shard.y_valid):
+        return Slices(shard.X_valid, np.asarray(shard.y_valid), rows)
+    dataset = _dataset(net, shard.X_valid, shard.y_valid)
     return _iterator(net, "iterator_valid", dataset, rows)
+
+
+class Slices:
+    """Batches taken out of arrays at once: what skorch's own dataset and iterator collate row by row."""
+
+    def __init__(self, X: np.ndarray, y: np.ndarray, rows: Sequence[np.ndarray]) -> None:
+        self._X = X
+        self._y = y
+        self._rows = rows
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for piece in self._rows:
+            if len(piece):
+                yield torch.from_numpy(self._X[piece]), torch.from_numpy(self._y[piece])
+
+
+def _is_sliced(net: NeuralNet, name: str, X: Any, y: Any) -> bool:
+    """Whether nobody but skorch has a say in how rows become a batch."""
+    options = net.get_params_for(name).keys() - PLANNED or net.get_params_for("dataset")
+    own = net.dataset is SkorchDataset and type(net).get_dataset is NeuralNet.get_dataset
+    arrays = all(isinstance(part, np.ndarray) and part.dtype.kind in "fiub" for part in (X, y))
+    return getattr(net, name) is DataLoader and own and arrays and not options
 
 
 def takes_rows_as_they_are(net: NeuralNet, training: bool) -> bool:

@@ -16,6 +16,8 @@ import secrets
 import socket
 import struct
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -53,10 +55,37 @@ def reserve(n_bytes: int) -> int:
 
 
 def _available() -> float:
-    """How many bytes the system could give us."""
+    """How many bytes the system, and every control group around us, could give us."""
+    room = math.inf
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
-            return 1024 * int(line.split()[1])
+            room = 1024 * int(line.split()[1])
+    return min([room, *(_room_in(group) for group in _memory_groups())])
+
+
+def _memory_groups(root: Path = Path("/sys/fs/cgroup")) -> Iterator[Path]:
+    """The control groups that limit this process's memory, of either version, from the inmost out."""
+    with suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            base = root / "memory" if "memory" in controllers.split(",") else root
+            if base != root or not controllers:
+                group = base / path.lstrip("/")
+                yield from (
+                    folder for folder in (group, *group.parents) if base in (folder, *folder.parents)
+                )
+
+
+def _room_in(group: Path) -> float:
+    """How many bytes a control group has left; what it holds of files, the kernel can give up."""
+    for limit, usage in (
+        ("memory.max", "memory.current"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        with suppress(OSError, ValueError):  # not of this version, or "max"
+            held = int((group / usage).read_text())
+            counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            return int((group / limit).read_text()) - held + int(counts.get("inactive_file", 0))
     return math.inf
 
 

@@ -11,7 +11,7 @@ from nets import CNN3, BadGradient, BadLoss
 from reference import fit_daskps, make_net, xy
 
 from daskps import DistributedCNNClassifier, DivergenceError
-from daskps._sync import _is_finite
+from daskps._buckets import is_finite
 
 MODES = ["batch", "epoch"]
 CASES = [(1, "batch"), (2, "batch"), (2, "epoch"), (2, 1)]
@@ -87,4 +87,4 @@ def test_batches_in_which_nothing_counts_are_no_divergence(client, sync_every):
     [([1, 2], True), ([], True), ([np.nan, 1], False), ([np.inf, -np.inf], False), ([1, np.inf], False)],
 )
 def test_a_sum_tells(values, finite):
-    assert _is_finite(np.array(values, "float32")) is finite
+    assert is_finite(np.array(values, "float32")) is finite

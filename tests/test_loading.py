@@ -46,6 +46,63 @@ class Reporting(DataLoader):
         super().__init__(dataset, **options)
 
 
+class Plain(NeuralNetClassifier):
+    def get_dataset(self, X, y=None):
+        return super().get_dataset(X, y)
+
+
+class TestSlices:
+    """Batches that are taken out of the arrays are those that skorch collates row by row."""
+
+    ROWS = (np.array([4, 0, 2]), np.array([], int), np.array([1]), np.array([3, 5]))
+
+    def collated(self, X, y):
+        return [
+            next(iter(DataLoader(Dataset(X, y), batch_sampler=[r.tolist()]))) for r in self.ROWS if len(r)
+        ]
+
+    @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "uint8", "int16", "int64", "bool"])
+    @pytest.mark.parametrize("y_dtype", ["int64", "float32"])
+    @pytest.mark.parametrize("shape", [(6, 2), (6, 1, 2, 3), (6,)])
+    def test_are_equal_in_values_dtypes_and_shapes(self, dtype, y_dtype, shape):
+        X = np.arange(np.prod(shape)).reshape(shape).astype(dtype)
+        shard = shard_of(6)._replace(X=X, y=np.arange(6).astype(y_dtype))
+        batches = _loading.train_batches(net_for(), shard, self.ROWS)
+        assert isinstance(batches, _loading.Slices)
+        for ours, theirs in zip(batches, self.collated(X, shard.y), strict=True):
+            for a, b in zip(ours, theirs, strict=True):
+                assert (a.dtype, a.shape) == (b.dtype, b.shape)
+                assert torch.equal(a, b)
+
+    def test_of_validation_too(self):
+        batches = _loading.validation_batches(net_for(), shard_of(6, n_valid=5, valid_sizes=[2, 2, 1]))
+        assert isinstance(batches, _loading.Slices)
+        assert rows_of(batches) == [[100, 101], [102, 103], [104]]
+
+    def test_are_the_batchs_own(self):
+        X = np.zeros((6, 1), "float32")
+        X.flags.writeable = False
+        for Xi, _ in _loading.train_batches(net_for(), shard_of(6)._replace(X=X), self.ROWS):
+            Xi += 1
+        assert not X.any()
+
+    @pytest.mark.parametrize("net", [
+        net_for(dataset=Doubling),
+        net_for(iterator_train=Reporting),
+        net_for(iterator_train__collate_fn=torch.utils.data.default_collate),
+        net_for(iterator_train__pin_memory=False),
+        net_for(dataset__length=6),
+        Plain(nn.Linear, module__in_features=1, module__out_features=3).initialize(),
+    ], ids=["dataset", "iterator", "collate_fn", "option", "dataset option", "get_dataset"])  # fmt: skip
+    def test_are_not_made_where_the_user_has_a_say(self, net):
+        assert not isinstance(_loading.train_batches(net, shard_of(6), self.ROWS), _loading.Slices)
+
+    @pytest.mark.parametrize("X", [torch.zeros(6, 1), {"X": np.zeros((6, 1))}, np.array([["a"]] * 6)])
+    def test_are_not_made_of_anything_but_numbers_in_arrays(self, X):
+        batches = _loading.train_batches(net_for(), shard_of(6)._replace(X=X), self.ROWS)
+        assert not isinstance(batches, _loading.Slices)
+
+
 class TestTrainBatches:
     def test_are_the_pieces_that_are_not_empty(self):
         rows = [np.array([4, 0, 2]), np.array([], int), np.array([1]), np.array([3, 5])]

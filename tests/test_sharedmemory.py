@@ -361,4 +361,44 @@ class TestStranger:
         for failing in (1, 2):
             calls.clear()
             assert passed_after([stranger(TOKEN)]) == [0, 0]
-            assert calls[:failing] == [64, 128][:failing]
+            assert calls[:failing] == [64, 64][:failing]
+
+
+class TestControlGroups:
+    """What memory is left where a container, or a batch system, limits it."""
+
+    def group(self, folder, limit, usage, version=2, inactive_file=0):
+        folder.mkdir(parents=True, exist_ok=True)
+        names = {2: ("memory.max", "memory.current"), 1: ("memory.limit_in_bytes", "memory.usage_in_bytes")}
+        for name, value in zip(names[version], (limit, usage), strict=True):
+            (folder / name).write_text(f"{value}\n")
+        (folder / "memory.stat").write_text(f"anon 1\ninactive_file {inactive_file}\n")
+        return folder
+
+    @pytest.mark.parametrize("version", [1, 2])
+    def test_room_is_what_is_not_used(self, tmp_path, version):
+        group = self.group(tmp_path, 1000, 300, version)
+        assert _sharedmemory._room_in(group) == 700
+
+    def test_files_that_nobody_uses_count_as_room(self, tmp_path):
+        assert _sharedmemory._room_in(self.group(tmp_path, 1000, 900, inactive_file=500)) == 600
+
+    def test_no_limit_is_no_limit(self, tmp_path):
+        assert _sharedmemory._room_in(self.group(tmp_path, "max", 300)) == float("inf")
+        assert _sharedmemory._room_in(tmp_path / "absent") == float("inf")
+
+    @pytest.mark.parametrize(("line", "base"), [
+        ("0::/a/b", ""), ("7:memory:/a/b", "memory"), ("3:cpu,memory:/a/b", "memory"),
+    ])  # fmt: skip
+    def test_those_around_the_own_are_asked_too(self, tmp_path, monkeypatch, line, base):
+        text = f"2:cpu:/c\n{line}\n"
+        monkeypatch.setattr(_sharedmemory.Path, "read_text", lambda path, **_: text)
+        root = tmp_path / base
+        groups = list(_sharedmemory._memory_groups(tmp_path))
+        assert groups == [root / "a" / "b", root / "a", root]
+
+    def test_reserving_more_than_the_group_has_is_refused(self, monkeypatch, tmp_path):
+        group = self.group(tmp_path, 1000, 300)
+        monkeypatch.setattr(_sharedmemory, "_memory_groups", lambda: [group])
+        with pytest.raises(OSError, match="no memory for 701 bytes"):
+            _sharedmemory.reserve(701)
