@@ -6,12 +6,13 @@
 #   make lint | docs | format | clean
 #   make bench  [BENCH_ARGS='--bench fit' DASKPS_BENCH_PROFILE=regular]
 #   make figures
-#   make bench-peers   [PEERS_ARGS='--batches 32 --json peers.json']
+#   make bench-peers   [PEERS_ARGS='--batches 32 --json peers.json' WIRE_ARGS='--parts scheduler flood']
 
 PYTHON ?= python3
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
 PEERS_ARGS ?=
+WIRE_ARGS ?=
 BENCH_ARGS ?=
 
 VENV := .venv
@@ -69,9 +70,11 @@ bench: $(STAMP)
 figures: $(STAMP)
 	$(BIN)/python docs/figures/measure.py
 
-# Half an hour on two cores, with nothing else running.
+# Batch synchronisation beside what else two cores could do, and one round with no computing in it.
+# An hour on two cores, with nothing else running.
 bench-peers: $(STAMP)
 	$(BIN)/python asv_bench/peers.py $(PEERS_ARGS)
+	$(BIN)/python asv_bench/wire.py $(WIRE_ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info docs/_build .pytest_cache .mypy_cache .ruff_cache

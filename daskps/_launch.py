@@ -16,6 +16,7 @@ from distributed import Client, Future, KilledWorker
 
 import daskps
 from daskps import config
+from daskps._crowding import Place, crowding
 from daskps._events import events_of
 from daskps._late import Late
 from daskps._replica import Opening
@@ -79,6 +80,7 @@ class Run:
         self.addresses = addresses
         self.shards: list[Future] = []
         self._warned = False
+        self._places: dict[int, Place] | None = {}
 
     @property
     def world_size(self) -> int:
@@ -165,6 +167,16 @@ class Run:
                 RuntimeWarning,
                 stacklevel=2,
             )
+
+    def take_place(self, rank: int, place: Place) -> None:
+        """A rank computes here. With the last one, warn if they are in each other's way."""
+        if self._places is None:
+            return
+        self._places[rank] = place
+        if len(self._places) == self.world_size:
+            crowded, self._places = crowding(self._places.values()), None
+            if crowded:
+                warnings.warn(crowded, UserWarning, stacklevel=2)
 
     def end_training(self, orders: Sequence[Order], opening: Opening | None) -> bytes:
         """Tell the callbacks on all ranks that the training ends, and bring rank 0's back."""
@@ -264,6 +276,7 @@ class _Starting:
         """Take in an event, and raise WorkerBusyError if a rank is late."""
         if "begun" in event:
             self._missing.discard(event["begun"])
+            self._run.take_place(event["begun"], Place(*event["place"]))
         if not all(shard.done() for shard in self._run.shards):
             self._since = monotonic()  # rows are still on their way, or being computed
         patience = self._run.rules.start

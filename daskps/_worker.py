@@ -13,11 +13,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from distributed import Worker, get_worker
+from distributed.comm import get_address_host
 from distributed.diagnostics.plugin import WorkerPlugin
 
 import daskps
 from daskps import _environment, _random, _replica, _state
 from daskps._blocks import readable
+from daskps._crowding import Place, cores_of_process
 from daskps._housekeeping import held_back
 from daskps._loading import train_batches, validation_batches
 from daskps._partitions import Shard, epoch_order, pieces
@@ -234,7 +236,13 @@ def run_epoch(order: Order, shard: Shard, opening: Opening | None) -> Result | S
 def _say_begun(worker: Worker, order: Order) -> None:
     """A worker's thread has taken up the rank."""
     ticket = order.ticket
-    news = {"run_id": ticket.run_id, "generation": ticket.generation, "begun": ticket.rank}
+    place = Place(get_address_host(worker.address), cores_of_process(), worker.state.nthreads)
+    news = {
+        "run_id": ticket.run_id,
+        "generation": ticket.generation,
+        "begun": ticket.rank,
+        "place": tuple(place),
+    }
     worker.log_event(TOPIC, news)
 
 

@@ -18,7 +18,8 @@ ON_DIVERGENCE = ("warn", "raise", "ignore")
 
 def get(key: str) -> Any:
     """The value of ``daskps.<key>``."""
-    return dask.config.get(f"daskps.{key}")
+    # A block of dask.config.set around the first import takes all of daskps's settings along when it ends.
+    return dask.config.get(f"daskps.{key}", default=_default(key))
 
 
 def seconds(key: str) -> float:
@@ -67,9 +68,14 @@ def _bytes(key: str) -> int:
     return size
 
 
-def _load_defaults() -> None:
-    text = Path(__file__).with_name("daskps.yaml").read_text(encoding="utf-8")
-    dask.config.update_defaults(yaml.safe_load(text))
+def _default(key: str) -> Any:
+    value = _DEFAULTS["daskps"]
+    for part in key.split("."):
+        value = value[part]
+    return value
 
 
-_load_defaults()
+_DEFAULTS: dict[str, Any] = yaml.safe_load(
+    Path(__file__).with_name("daskps.yaml").read_text(encoding="utf-8")
+)
+dask.config.update_defaults(_DEFAULTS)

@@ -1,3 +1,6 @@
+import subprocess
+import sys
+
 import dask
 import pytest
 
@@ -31,6 +34,17 @@ def test_setting_of_the_user_wins():
     with dask.config.set({"daskps.min-rows-per-rank": 1}):
         assert config.get("min-rows-per-rank") == 1
     assert config.get("min-rows-per-rank") == 16
+
+
+def test_defaults_outlive_a_block_of_settings_around_the_first_import():
+    code = (
+        "import dask\n"
+        "with dask.config.set({'daskps.transport': 'comm'}):\n"
+        "    from daskps import config\n"
+        "    assert config.rules().transport == 'comm'\n"
+        "assert config.rules() == config.rules()._replace(transport='auto', round=3600.0)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_unknown_key_is_an_error():

@@ -15,10 +15,10 @@ PACKAGE = Path(daskps.__file__).parent
 # From the ground up. A module may import from the layers below its own, and from no other of its layer.
 LAYERS = [
     ["exceptions", "_late", "_process", "_spec"],
-    ["_advice", "_aggregators", "_claims", "_emulation", "_environment", "_folds", "_handover", "_hooks",
-     "_housekeeping", "_html", "_interpreter", "_leases", "_machine", "_narrow", "_packing", "_partitions",
-     "_random", "_server", "_sharedmemory", "_silence", "_state", "_weights", "_wire", "config", "datasets",
-     "modules", "speedup"],
+    ["_advice", "_aggregators", "_claims", "_crowding", "_emulation", "_environment", "_folds",
+     "_handover", "_hooks", "_housekeeping", "_html", "_interpreter", "_leases", "_machine", "_narrow",
+     "_packing", "_partitions", "_random", "_server", "_sharedmemory", "_silence", "_state", "_weights",
+     "_wire", "config", "datasets", "modules", "speedup"],
     ["_blocks", "_casting", "_cluster", "_drawing", "_events", "_freezing", "_inputs", "_links", "_loading",
      "_losses", "_watch", "_workload"],
     ["report"],
