@@ -57,7 +57,7 @@ class SocketLink:
             if dtype is not None and start < c.narrow:
                 bits = np.empty(min(stop, c.narrow) - start, np.uint16)
                 receive_into(self.sock, bits.data.cast("B"))
-                np.multiply(widened(bits, dtype), scale, out=values[: len(bits)])
+                widened(bits, dtype, scale, values[: len(bits)])
                 exact = values[len(bits) :]
             if len(exact):
                 receive_into(self.sock, exact.data.cast("B"))

@@ -244,7 +244,7 @@ class SocketChannel:
         if answer.narrow and self._wire_dtype is not None:
             bits = np.empty(answer.narrow, np.uint16)
             self._fill(bits)
-            result[: answer.narrow] = widened(bits, self._wire_dtype)
+            widened(bits, self._wire_dtype, out=result[: answer.narrow])
         self._fill(result[answer.narrow :])
         self.traffic.bytes += _wire.sent_bytes(answer.size, answer.dtype, answer.narrow)
         return result
