@@ -372,8 +372,8 @@ class TestFolds:
 
     @pytest.mark.parametrize("by_address", [False, True])
     def test_travel_once_a_search(self, client, sent, by_address):
-        grid_search(exact_est(client.scheduler.address if by_address else client, 1), FOUR)
-        assert len(sent) == 2
+        grid_search(exact_est(client.scheduler.address if by_address else client, 4), FOUR)
+        assert len(sent) == 2 * 4
         assert ONCE <= sum(sent) <= 1.05 * ONCE
         wait_until(lambda: not _cluster._connections)
 
