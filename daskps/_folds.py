@@ -1,9 +1,9 @@
 """Shards that a search has sent stay on their workers until the search is over.
 
-Every candidate of a search fits on the same folds. Where the search runs in this process, scikit-learn
-hands each fit the fold's array of row numbers, one object for all candidates, which dies with the search.
-Processes that fit for a search elsewhere are not told when it is over: there a fold is kept until no fit
-has run for a while.
+Every candidate of a search fits on the same folds. scikit-learn hands each fit the fold's array of row
+numbers, one object for all candidates, which dies with the search. So it is in Dask's tasks, where joblib
+brings each array once to a worker. Processes of loky get copies, and are not told when a search is over:
+there a fold is kept until no fit has run for a while.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from daskps._process import in_pool, in_task
 
 Key = tuple[str, str, str]
 
-# So long a process that fits for others may have nothing to do before the search counts as over.
-IDLE_SECONDS = 5.0
+# So long a process of loky may have nothing to do before the search counts as over.
+IDLE_SECONDS = 2.0
 
 _lock = threading.Lock()
 _kept: dict[Key, Future] = {}
@@ -33,38 +33,30 @@ _kept: dict[Key, Future] = {}
 def current_fold() -> list[Any]:
     """What lives as long as the fold on which a search fits in this thread; empty outside of one.
 
-    The fold's row numbers and, where the search runs in this very thread, the object with which it
-    runs its fits: the user may keep the row numbers. In a process that fits for others, what lives as
-    long as that has fits to do.
+    The fold's row numbers. The user may keep these: so, where the search runs in this very thread, also
+    the object with which it runs its fits; in a task, the rows of the search.
     """
-    owners = _owners()
-    searches_here = len(owners) != 1
-    return owners if searches_here or not _fits_for_others() else [_work.token]
-
-
-def _owners() -> list[Any]:
     frame: Any = sys._getframe()
     owners: list[Any] = []
+    rows = None
     while frame is not None:
         # Only of these frames: a look at the locals of a frame keeps them alive as long as the frame.
         if not owners and _fits_a_fold(frame):
-            train = frame.f_locals.get("train")
+            train, rows = frame.f_locals.get("train"), frame.f_locals.get("X")
             owners = [train] if isinstance(train, np.ndarray) else []
         elif owners and frame.f_globals.get("__name__") == "joblib.parallel":
             runner = frame.f_locals.get("self")
             if isinstance(runner, joblib.Parallel):
                 return [*owners, runner]
         frame = frame.f_back
-    return owners
+    if owners and in_task() and isinstance(rows, np.ndarray):
+        return [*owners, rows]
+    return [_work.token] if owners and in_pool() else owners
 
 
 def _fits_a_fold(frame: Any) -> bool:
     named = frame.f_code.co_name == "_fit_and_score"
     return named and frame.f_globals["__name__"].startswith("sklearn.")
-
-
-def _fits_for_others() -> bool:
-    return in_task() or in_pool()
 
 
 class _Token:
@@ -108,7 +100,7 @@ _work = _Work()
 @contextmanager
 def fitting() -> Iterator[None]:
     """Around each fit: what it keeps may be of use to the next one."""
-    if not _fits_for_others():
+    if not in_pool():
         yield
         return
     with _work.going_on():

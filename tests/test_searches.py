@@ -42,6 +42,9 @@ SCORE = "neg_log_loss"
 GRID = {"net__lr": [0.01, 0.05]}
 FOUR = {"net__lr": [0.01, 0.02, 0.03, 0.04]}
 
+# The bytes of all training folds.
+ONCE = sum(X[train].nbytes + Y[train].nbytes for train, _ in FOLDS.split(X))
+
 # Nobody may wait for ever.
 pytestmark = pytest.mark.timeout(120)
 
@@ -63,9 +66,9 @@ def one_fold():
     return [next(FOLDS.split(X))]
 
 
-def grid_search(estimator, grid=GRID, **options):
+def grid_search(estimator, grid=GRID, data=(X, Y), **options):
     options = {"cv": FOLDS, "scoring": SCORE, "error_score": "raise", "refit": False, **options}
-    return GridSearchCV(estimator, grid, **options).fit(X, Y)
+    return GridSearchCV(estimator, grid, **options).fit(*data)
 
 
 def scores(search):
@@ -320,6 +323,21 @@ def score_and_clusters(estimator, X, y):
     }
 
 
+@pytest.fixture
+def sent(client, cluster, monkeypatch):
+    """The bytes of every shard that comes to a worker, whoever has sent it."""
+    scheduler, sizes = cluster.scheduler, []
+    update = scheduler.update_data
+
+    def counting(**news):
+        sizes.extend(size for key, size in news["nbytes"].items() if key.startswith("daskps-shard-"))
+        return update(**news)
+
+    monkeypatch.setattr(scheduler, "update_data", counting)
+    monkeypatch.setitem(scheduler.handlers, "update_data", counting)
+    return sizes
+
+
 class TestInProcesses:
     """n_jobs=2 on loky, the default of scikit-learn."""
 
@@ -332,6 +350,12 @@ class TestInProcesses:
     def test_on_the_cluster_of_the_client(self, client, in_sequence):
         found = scores(grid_search(est(client), n_jobs=2))
         np.testing.assert_array_equal(found, in_sequence)
+
+    def test_folds_travel_once_a_process(self, client, sent):
+        """And are forgotten after a while, as the client's fixture finds."""
+        grid_search(exact_est(client, 4), FOUR, n_jobs=2)
+        assert 8 <= len(sent) <= 16
+        assert ONCE <= sum(sent) <= 2.1 * ONCE
 
     def test_on_private_clusters(self, client):
         """One in each process, however many fits it makes."""
@@ -346,27 +370,11 @@ class TestInProcesses:
 class TestFolds:
     """Every candidate fits on the same folds."""
 
-    @pytest.fixture
-    def sent(self, client, cluster, monkeypatch):
-        """The bytes of every shard that comes to a worker, whoever has sent it."""
-        scheduler, sizes = cluster.scheduler, []
-        update = scheduler.update_data
-
-        def counting(**news):
-            sizes.extend(size for key, size in news["nbytes"].items() if key.startswith("daskps-shard-"))
-            return update(**news)
-
-        monkeypatch.setattr(scheduler, "update_data", counting)
-        monkeypatch.setitem(scheduler.handlers, "update_data", counting)
-        return sizes
-
-    ONCE = sum(X[train].nbytes + Y[train].nbytes for train, _ in FOLDS.split(X))
-
     @pytest.mark.parametrize("by_address", [False, True])
     def test_travel_once_a_search(self, client, sent, by_address):
-        grid_search(exact_est(client.scheduler.address if by_address else client, 1), FOUR)
-        assert len(sent) == 2
-        assert self.ONCE <= sum(sent) <= 1.05 * self.ONCE
+        grid_search(exact_est(client.scheduler.address if by_address else client, 4), FOUR)
+        assert len(sent) == 2 * 4
+        assert ONCE <= sum(sent) <= 1.05 * ONCE
         wait_until(lambda: not _cluster._connections)
 
     def test_travel_once_a_search_on_threads(self, client, sent):
@@ -374,22 +382,17 @@ class TestFolds:
         with joblib.parallel_config("threading", n_jobs=2):
             grid_search(exact_est(client, 4), FOUR)
         assert len(sent) <= 16
-        assert self.ONCE <= sum(sent) <= 2.05 * self.ONCE
+        assert ONCE <= sum(sent) <= 2.05 * ONCE
 
     def test_travel_once_a_process_in_tasks(self, client, sent):
+        """Once from each of two workers that fit. Where arrays are tiny joblib sends copies: not here."""
+        rows = digits(300)
         two = list(client.scheduler_info()["workers"])[:2]
         with joblib.parallel_config("dask", client=client, workers=two):
-            grid_search(exact_est(None, 4), FOUR)
-        self.assert_twice_at_most(sent)
-
-    def test_travel_once_a_process_on_loky(self, client, sent):
-        grid_search(exact_est(client, 4), FOUR, n_jobs=2)
-        self.assert_twice_at_most(sent)
-
-    def assert_twice_at_most(self, sent):
-        """From each of two processes once; and they are forgotten, as the client's fixture finds."""
+            grid_search(exact_est(None, 4), FOUR, data=rows)
         assert 8 <= len(sent) <= 16
-        assert self.ONCE <= sum(sent) <= 2.1 * self.ONCE
+        once = rows[0].nbytes + rows[1].nbytes
+        assert once <= sum(sent) <= 2.1 * once
 
     def test_are_forgotten_when_the_search_is_over(self, client):
         """The fixture looks at the cluster; nothing is left on the client either."""
