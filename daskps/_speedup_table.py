@@ -98,8 +98,8 @@ def _model_name(mode: Mode, threads: int) -> str:
 
 
 def _fit(results: Results) -> str:
-    if results.rounds:
-        return "from the fits with 1 worker, and a benchmark of rounds between 2 workers that wait"
+    if results.benchmarks:
+        return "from 1 worker, in batch mode with half the batch too, and rounds of 2 workers that wait"
     if results.fit_to:
         return (
             f"by the model fitted to {', '.join(map(str, results.fit_to))} workers; * marks other numbers"

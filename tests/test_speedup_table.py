@@ -42,7 +42,7 @@ class TestText:
 
     def test_says_so_if_rounds_were_measured_apart(self):
         _, notes = table_of(replace(PLAN, fit_to=(1,)))
-        assert "a benchmark of rounds between 2 workers that wait" in "\n".join(notes)
+        assert "from 1 worker, in batch mode with half the batch too" in "\n".join(notes)
 
     def test_emulation_stands_before_everything(self):
         base = replace(PLAN.base, emulate=(0.002, 0.0005625))
