@@ -57,7 +57,7 @@ docs: $(STAMP)
 	$(BIN)/sphinx-build -q -n -W --keep-going -b html docs docs/_build/html
 	@echo "docs/_build/html/index.html"
 
-# With what is installed, for the commit that is checked out. In minutes; an hour with the profile
+# With what is installed, for the commit that is checked out. In minutes; longer with the profile
 # regular. The page can be looked at with: asv preview
 bench: $(STAMP)
 	cd asv_bench && ../$(BIN)/asv machine --yes >/dev/null
@@ -66,7 +66,7 @@ bench: $(STAMP)
 	cd asv_bench && ../$(BIN)/asv publish
 	@echo "asv_bench/html/index.html"
 
-# The tables and pictures of the documentation. Two hours on two cores, with nothing else running.
+# The tables and pictures of the documentation. One to two hours on two cores, with nothing else running.
 figures: $(STAMP)
 	$(BIN)/python docs/figures/measure.py
 

@@ -94,7 +94,7 @@ def fitted(results: Results) -> dict[tuple[Mode, int], SpeedupModel]:
                 report = FitReport.from_dict(outcome.report)
                 reports.setdefault((mode, outcome.trial.threads), []).append(report)
     return {
-        (mode, threads): _model(mode, _seen(measured, results.fit_to), results.rounds)
+        (mode, threads): _model(mode, _seen(measured, results.fit_to), results.benchmarks)
         for (mode, threads), measured in reports.items()
         if len({report.world_size for report in measured}) > 1 and _seen(measured, results.fit_to)
     }
@@ -105,13 +105,16 @@ def _seen(reports: list[FitReport], fit_to: tuple[int, ...]) -> list[FitReport]:
     return [report for report in reports if not fit_to or report.world_size in fit_to]
 
 
-def _model(mode: Mode, reports: list[FitReport], rounds: list[Outcome]) -> SpeedupModel:
-    model = SpeedupModel.from_report(*reports)
-    measured = [FitReport.from_dict(o.report) for o in rounds if o.report and o.trial.sync_every == mode]
-    if not measured:
+def _model(mode: Mode, reports: list[FitReport], benchmarks: list[Outcome]) -> SpeedupModel:
+    measured = [
+        FitReport.from_dict(o.report) for o in benchmarks if o.report and o.trial.sync_every == mode
+    ]
+    waited = [report for report in measured if report.world_size > 1]
+    model = SpeedupModel.from_report(*reports, *(report for report in measured if report.world_size == 1))
+    if not waited:
         return model
-    S = [SpeedupModel.from_report(report).s0 for report in measured]
-    return model.with_sync([report.world_size for report in measured], S)
+    S = [SpeedupModel.from_report(report).s0 for report in waited]
+    return model.with_sync([report.world_size for report in waited], S)
 
 
 def _medians(values: list[dict]) -> dict[str, float]:

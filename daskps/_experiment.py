@@ -14,7 +14,7 @@ from daskps._trial import Outcome, Trial
 
 Mode = str | int
 
-# The benchmark of rounds waits this long for each row, and exchanges at every step.
+# Enough for a hundred steps of a usual batch.
 _BENCHMARK_ROWS = 3200
 
 
@@ -71,16 +71,16 @@ class Results:
     fit_to : tuple of int
     turns : list of list of Outcome
         In each turn every trial once.
-    rounds : list of Outcome
-        Fits that only waited, on two workers: a benchmark of rounds, for models that were fitted to
-        one worker.
+    benchmarks : list of Outcome
+        For models that see one worker only. Fits of two workers that only wait: what rounds take. In
+        batch mode also fits of one worker with half the batch: what does not shrink with the rows.
     """
 
     command: str
     machine: dict[str, str]
     fit_to: tuple[int, ...]
     turns: list[list[Outcome]]
-    rounds: list[Outcome]
+    benchmarks: list[Outcome]
 
     @property
     def base(self) -> Trial:
@@ -100,7 +100,7 @@ class Results:
             plain["machine"],
             tuple(plain["fit_to"]),
             [[Outcome.from_dict(outcome) for outcome in turn] for turn in plain["turns"]],
-            [Outcome.from_dict(outcome) for outcome in plain["rounds"]],
+            [Outcome.from_dict(outcome) for outcome in plain["benchmarks"]],
         )
 
 
@@ -117,7 +117,14 @@ def measure(
         Runs a trial.
     note : callable
         Is told of each outcome in a line.
+
+    Raises
+    ------
+    ValueError
+        If models are to see one worker only, and there is none in the grid.
     """
+    if plan.fit_to == (1,) and Cell(1, 1) not in plan.grid:
+        raise ValueError("a model that is fitted to one worker needs 1x1 in the grid.")
 
     def outcomes(trials: Iterable[Trial], turn: int) -> Iterator[Outcome]:
         for trial in trials:
@@ -127,21 +134,23 @@ def measure(
             yield outcome
 
     turns = [list(outcomes(plan.trials(), turn)) for turn in range(plan.repeats)]
-    rounds: list[Outcome] = []
+    benchmarks: list[Outcome] = []
     if plan.fit_to == (1,):
-        benchmark = _round_benchmark(plan, turns)
-        rounds = [outcome for turn in range(plan.repeats) for outcome in outcomes(benchmark, turn)]
-    return Results(command, _machine.describe(), plan.fit_to, turns, rounds)
+        trials = _benchmark_trials(plan, turns)
+        benchmarks = [outcome for turn in range(plan.repeats) for outcome in outcomes(trials, turn)]
+    return Results(command, _machine.describe(), plan.fit_to, turns, benchmarks)
 
 
-def _round_benchmark(plan: Plan, turns: Sequence[Sequence[Outcome]]) -> list[Trial]:
-    """Two workers that wait as long as one computed, and exchange for real."""
+def _benchmark_trials(plan: Plan, turns: Sequence[Sequence[Outcome]]) -> list[Trial]:
     alone = [o.report["C"] for turn in turns for o in turn if o.report and _is_alone(o.trial)]
-    if not alone:
-        raise ValueError("a model that is fitted to one worker needs 1x1 in the grid.")
-    wait = (0.0, statistics.median(alone) / plan.base.batch_size)
-    short = replace(plan.base, rows=min(_BENCHMARK_ROWS, turns[0][0].rows), workers=2, emulate=wait)
-    return [replace(short, sync_every=mode) for mode in plan.modes]
+    batch_size = plan.base.batch_size
+    short = replace(plan.base, rows=min(_BENCHMARK_ROWS, turns[0][0].rows))
+    # As long as one worker computed, so that the two disturb each other as they would.
+    wait = (0.0, statistics.median(alone) / batch_size)
+    trials = [replace(short, sync_every=mode, workers=2, emulate=wait) for mode in plan.modes]
+    if "batch" in plan.modes and batch_size > 1:
+        trials.append(replace(short, sync_every="batch", batch_size=batch_size // 2))
+    return trials
 
 
 def _is_alone(trial: Trial) -> bool:

@@ -15,6 +15,7 @@ _HEADS = [
     "spread",
     "efficiency",
     "predicted",
+    "off",
     "C ms",
     "S ms",
     "test acc.",
@@ -54,7 +55,7 @@ def notes(results: Results) -> list[str]:
         f"Machine: {machine}.",
         "Speedup: over plain skorch on one core in the same turn, by epochs. Efficiency: for each core.",
         "C, S: computing, and waiting and moving data, for a batch.",
-        f"Predicted: {_fit(results)}.",
+        f"Predicted: {_fit(results)}. Off: predicted over measured.",
         *(f"Model, {_model_name(*key)}: {_one_line(str(model))}" for key, model in models),
         *_crowded(results),
     ]
@@ -98,8 +99,8 @@ def _model_name(mode: Mode, threads: int) -> str:
 
 
 def _fit(results: Results) -> str:
-    if results.rounds:
-        return "from the fits with 1 worker, and a benchmark of rounds between 2 workers that wait"
+    if results.benchmarks:
+        return "from 1 worker, in batch mode with half the batch too, and rounds of 2 workers that wait"
     if results.fit_to:
         return (
             f"by the model fitted to {', '.join(map(str, results.fit_to))} workers; * marks other numbers"
@@ -120,6 +121,7 @@ def _cells(row: Row, fit_to: tuple[int, ...]) -> list[str]:
         f"{min(row.speedups):.2f} to {max(row.speedups):.2f}",
         f"{row.efficiency:.2f}",
         _prediction(row, fit_to),
+        "-" if row.predicted is None else f"{row.predicted / row.speedup - 1:+.0%}",
         "-" if report is None else f"{1000 * report.C:.2f}",
         "-" if report is None else f"{1000 * report.S:.2f}",
         _number(row.accuracy.get("test"), 1, ".4f"),

@@ -265,11 +265,11 @@ class Training:
         self._report.epoch_seconds.append(seconds)
 
     def _note(self, results: Sequence[Result]) -> None:
+        slowest = max(result.setup_seconds for result in results)
         if not self._report.ranks:
-            slowest = max(result.setup_seconds for result in results)
             self._report.startup_seconds["replicas"] = slowest
         epoch = len(self._report.epoch_seconds)
-        self._report.ranks += [_entry(epoch, rank, result) for rank, result in enumerate(results)]
+        self._report.ranks += [_entry(epoch, rank, r, slowest) for rank, r in enumerate(results)]
 
 
 def fit(training: Training, X: Any, y: Any) -> None:
@@ -298,8 +298,10 @@ def _refuse_drift(results: Sequence[Result]) -> None:
         )
 
 
-def _entry(epoch: int, rank: int, result: Result) -> RankEpoch:
+def _entry(epoch: int, rank: int, result: Result, slowest_setup: float) -> RankEpoch:
     traffic = result.traffic
+    # In its first round a rank also waits for those that are not set up yet: that is start-up.
+    early = slowest_setup - result.setup_seconds
     return RankEpoch(
         epoch=epoch,
         rank=rank,
@@ -307,7 +309,7 @@ def _entry(epoch: int, rank: int, result: Result) -> RankEpoch:
         steps=len(result.losses),
         rounds=traffic.rounds,
         compute_seconds=result.compute_seconds,
-        wait_seconds=traffic.wait_seconds,
+        wait_seconds=max(0.0, traffic.wait_seconds - early),
         sync_seconds=traffic.sync_seconds,
         bytes=traffic.bytes,
         transport=result.transport,

@@ -124,7 +124,7 @@ def _add_speedup(commands: Any) -> None:
         default=[],
         metavar="K,...",
         help="fit the model to these numbers of workers only, and predict the others;"
-        " for 1 alone, rounds between two workers are measured apart",
+        " for 1 alone, half the batch and rounds between two workers are measured too",
     )
     add(
         "--emulate",

@@ -62,6 +62,9 @@ class SpeedupModel:
     )
     notes: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        _check_model(self)
+
     @classmethod
     def fit(
         cls,
@@ -360,14 +363,33 @@ def _check(K: NDArray, b: NDArray, compute: NDArray, sync: NDArray) -> None:
         raise ValueError("compute_seconds must have at least one measured value.")
 
 
+def _check_model(model: SpeedupModel) -> None:
+    for name in COEFFICIENTS:
+        value = getattr(model, name)
+        if not (np.isfinite(value) and value >= 0):
+            raise ValueError(f"{name} must be seconds >= 0, got {value!r}.")
+    if model.c0 + model.c1 == 0:
+        raise ValueError("c0 and c1 must not both be 0: a step takes time.")
+    if model.sync_every not in ("batch", "epoch"):
+        if isinstance(model.sync_every, str):
+            raise ValueError(
+                f"sync_every must be 'batch', 'epoch' or an integer >= 1, got {model.sync_every!r}."
+            )
+        _check_n_workers(model.sync_every, "sync_every")
+    if model.sync_every == "epoch" and not model.batches_per_epoch > 0:
+        raise ValueError(
+            f"batches_per_epoch must be a number > 0 for 'epoch', got {model.batches_per_epoch!r}."
+        )
+
+
 def _check_seconds(name: str, values: NDArray) -> None:
     if (values < 0).any() or np.isinf(values).any():
         raise ValueError(f"{name} must be seconds >= 0, got {values}.")
 
 
-def _check_n_workers(n_workers: Any, name: str = "n_workers") -> None:
-    if isinstance(n_workers, bool) or not isinstance(n_workers, (int, np.integer)) or n_workers < 1:
-        raise ValueError(f"{name} must be an integer >= 1, got {n_workers!r}.")
+def _check_n_workers(value: Any, name: str = "n_workers") -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
+        raise ValueError(f"{name} must be an integer >= 1, got {value!r}.")
 
 
 def _plus_minus(error: float) -> str:

@@ -67,15 +67,18 @@ class TestPrediction:
         assert [row.predicted for row in hidden[1:]] == pytest.approx([row.speedup for row in hidden[1:]])
         assert bent_rows[-1].speedup == BASE_SECONDS / 9
 
-    def test_from_one_worker_and_a_benchmark_of_rounds(self):
+    def test_from_one_worker_half_the_batch_and_rounds_of_two_that_wait(self):
         ran = []
         plan = replace(PLAN, fit_to=(1,))
         results = results_of(plan, lambda trial: ran.append(trial) or outcome_of(trial))
-        benchmark = ran[-6:]
-        assert [t.sync_every for t in benchmark] == ["batch", 8] * 3
-        assert {(t.workers, t.threads, t.rows) for t in benchmark} == {(2, 1, 3072)}
-        assert benchmark[0].emulate == (0.0, pytest.approx(0.020 / 32))
+        batch, local, half = ran[-3:]
+        assert ran[-9:] == 3 * [batch, local, half]
+        assert [(t.sync_every, t.workers, t.threads, t.rows) for t in (batch, local)] == [
+            ("batch", 2, 1, 3072),
+            (8, 2, 1, 3072),
+        ]
+        assert batch.emulate == local.emulate == (0.0, pytest.approx(0.020 / 32))
+        assert (half.sync_every, half.workers, half.batch_size, half.emulate) == ("batch", 1, 16, None)
         model = _comparison.fitted(results)["batch", 1]
-        assert (model.c0, model.s1) == (0, 0)
-        assert model.s0 == pytest.approx(0.0008)
-        assert model.predict(2) == pytest.approx(20 / (10 + 0.8))
+        assert [model.c0, model.c1, model.s0, model.s1] == pytest.approx([0.002, 0.018 / 32, 0.0008, 0])
+        assert model.predict(2) == pytest.approx(20 / (2 + 9 + 0.8))

@@ -1,5 +1,6 @@
 import doctest
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -145,6 +146,23 @@ class TestFit:
     def test_refuses_what_cannot_have_been_measured(self, arguments, message):
         with pytest.raises(ValueError, match=message):
             SpeedupModel.fit(*arguments)
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"s1": -0.1}, "s1 must be seconds >= 0, got -0.1"),
+            ({"c0": 0, "c1": 0}, "c0 and c1 must not both be 0"),
+            (
+                {"sync_every": "never"},
+                "sync_every must be 'batch', 'epoch' or an integer >= 1, got 'never'",
+            ),
+            ({"sync_every": 0}, "sync_every must be an integer >= 1, got 0"),
+            ({"sync_every": "epoch"}, "batches_per_epoch must be a number > 0 for 'epoch', got nan"),
+        ],
+    )
+    def test_refuses_what_is_no_model(self, changes, message):
+        with pytest.raises(ValueError, match=message):
+            replace(BATCH, **changes)
 
     @pytest.mark.parametrize("K", [0, 1.5, True, "2"])
     def test_predicts_for_whole_numbers_of_workers(self, K):

@@ -15,10 +15,10 @@ class TestText:
         (head, base, *rows), _ = table_of(PLAN)
         assert head.split()[:5] == ["mode", "workers", "x", "threads", "speedup"]
         assert " ".join(base.split()) == (
-            "plain skorch 1x1 1.00 1.00 to 1.00 1.00 - - - 0.5000 0.7500 - 400 - -"
+            "plain skorch 1x1 1.00 1.00 to 1.00 1.00 - - - - 0.5000 0.7500 - 400 - -"
         )
         assert " ".join(rows[-2].split()) == (
-            "batch 2x1 1.77 1.77 to 1.77 0.88 1.77 22.00 0.80 0.5000 0.7500 3.2 400 60 500"
+            "batch 2x1 1.77 1.77 to 1.77 0.88 1.77 +0% 22.00 0.80 0.5000 0.7500 3.2 400 60 500"
         )
 
     def test_columns_stand_under_their_heads(self):
@@ -42,7 +42,7 @@ class TestText:
 
     def test_says_so_if_rounds_were_measured_apart(self):
         _, notes = table_of(replace(PLAN, fit_to=(1,)))
-        assert "a benchmark of rounds between 2 workers that wait" in "\n".join(notes)
+        assert "from 1 worker, in batch mode with half the batch too" in "\n".join(notes)
 
     def test_emulation_stands_before_everything(self):
         base = replace(PLAN.base, emulate=(0.002, 0.0005625))
@@ -76,5 +76,5 @@ def test_markdown_has_the_command_and_the_same_cells():
     assert lines[0] == "    daskps speedup"
     table = [line for line in lines if line.startswith("|")]
     assert len(table) == 2 + 7
-    assert {line.count("|") for line in table} == {15}
+    assert {line.count("|") for line in table} == {16}
     assert table[-1].split(" | ")[1:3] == ["2x1", "2.07"]

@@ -31,6 +31,7 @@ def test_of_plain_skorch():
     assert outcome.report is None
 
 
+@pytest.mark.timeout(300)  # three interpreters that import torch, and a busy machine
 def test_emulated_on_two_workers_waits_and_exchanges_for_real():
     trial = Trial("digits", 320, 32, 1, "batch", 2, 1, (0.002, 0.001))
     outcome = in_a_process(trial)
