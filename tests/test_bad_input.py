@@ -129,10 +129,15 @@ def test_n_workers(refused, given):
     assert says(message, "'n_workers'", "None or an integer >= 1", repr(given))
 
 
-def test_more_workers_than_came(refused):
-    with dask.config.set({"daskps.timeouts.workers": "1s"}):
-        message = refused(ClusterTooSmallError, n_workers=5, X=xy(200, 3)[0])
-    assert says(message, "n_workers=5", "4 usable", "daskps.timeouts.workers (1 s)")
+def test_more_workers_than_came(client):
+    """Nothing but a placeholder waits on the cluster meanwhile, so that an adaptive one would grow."""
+    estimator = DistributedCNNClassifier(make_net(CNN3, module__n=3), n_workers=5, client=client)
+    with (
+        dask.config.set({"daskps.timeouts.workers": "1s"}),
+        pytest.raises(ClusterTooSmallError) as caught,
+    ):
+        estimator.fit(*xy(200, 3))
+    assert says(str(caught.value), "n_workers=5", "4 usable", "daskps.timeouts.workers (1 s)")
 
 
 def test_numpy_integers_are_integers(client):

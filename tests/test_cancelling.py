@@ -11,9 +11,10 @@ from distributed import Client
 from faults import fit_and, halting_net, is_alive, kill, marked
 from nets import CNN3, EvalBoom, read
 from probes import leftovers, wait_until
-from reference import fit_daskps, make_net, xy
+from reference import fit_daskps, identical, make_net, xy
+from skorch.callbacks import Callback, Checkpoint, LoadInitState
 
-from daskps import DaskpsError
+from daskps import DaskpsError, DistributedCNNClassifier
 
 MODES = ["batch", "epoch"]
 
@@ -88,3 +89,37 @@ def test_the_client_is_killed(mortals, tmp_path, sync_every):
     wait_until(lambda: not held(mortals), seconds=60)
     X, y = xy(100, 3)
     assert fit_daskps(mortals, make_net(CNN3, module__n=3), X, y).report_.world_size == 3
+
+
+class Dies(Callback):
+    """The client dies in the middle of an epoch, counted from 1."""
+
+    def __init__(self, epoch):
+        self.epoch = epoch
+
+    def on_batch_end(self, net, **kwargs):
+        if len(net.history) == self.epoch:
+            raise MemoryError("the client dies")
+
+
+@pytest.mark.parametrize("sync_every", MODES)
+def test_a_checkpoint_carries_a_fit_over(client, tmp_path, sync_every):
+    """To another process, cluster or number of workers: parameters, optimizer, history and seeds."""
+    X, y = xy(120, 3)
+
+    def fit(max_epochs, *callbacks):
+        checkpoint = Checkpoint(dirname=str(tmp_path), monitor=None)
+        net = make_net(
+            CNN3, module__n=3, module__dropout=0.5, iterator_train__shuffle=True, max_epochs=max_epochs,
+            callbacks=[("checkpoint", checkpoint), ("load", LoadInitState(checkpoint)), *callbacks],
+        )  # fmt: skip
+        settings = {"client": client, "n_workers": 2, "random_state": 0, "sync_every": sync_every}
+        return DistributedCNNClassifier(net, **settings).fit(X, y)
+
+    with pytest.raises(MemoryError):
+        fit(4, ("dies", Dies(3)))
+    went_on = fit(2)
+    assert len(went_on.history_) == 4
+    for file in tmp_path.iterdir():
+        file.unlink()
+    assert identical(went_on, fit(4))

@@ -128,7 +128,8 @@ def test_loss_that_is_no_number(client):
     X, y = xy(60, 3)
     net = make_net(CNN3, module__n=3, criterion=nn.NLLLoss, max_epochs=1)
     for sync_every in MODES:
-        ours = fit_daskps(client, net, X, y, n_workers=2, sync_every=sync_every)
+        with pytest.warns(RuntimeWarning, match="became NaN"):
+            ours = fit_daskps(client, net, X, y, n_workers=2, sync_every=sync_every)
         assert np.isnan(ours.history_[0]["train_loss"])
 
 

@@ -174,15 +174,14 @@ def test_the_array_is_never_gathered(client, session_client, monkeypatch):
     array = da.from_array(X, chunks=(50, 1, 8, 8)).map_blocks(refuse_in_this_process, dtype=X.dtype)
     net = make_net(CNN3)
     sizes = []
-    gather = Client.gather
+    gather = Client._gather
 
-    def measured(self, futures, *args, **kwargs):
-        values = gather(self, futures, *args, **kwargs)
-        if kwargs.get("asynchronous") is None and isinstance(values, list):
-            sizes.extend(dask.sizeof.sizeof(value) for value in values)
+    async def measured(self, *args, **kwargs):
+        values = await gather(self, *args, **kwargs)
+        sizes.extend(dask.sizeof.sizeof(value) for value in values)
         return values
 
-    monkeypatch.setattr(Client, "gather", measured)
+    monkeypatch.setattr(Client, "_gather", measured)
     ours = fit_daskps(client, net, array, y, n_workers=2)
     monkeypatch.undo()
     assert sizes

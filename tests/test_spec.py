@@ -32,7 +32,7 @@ def test_specs_cannot_be_changed(value):
 
 
 def test_rules_travel_as_a_list_of_plain_values():
-    rules = Rules(30.0, 1.0, 600.0, 3600.0, 30.0, 2.0, 0.25, "auto", "warn")
+    rules = Rules(30.0, 1.0, 600.0, 3600.0, 30.0, 2.0, 0.25, "auto", 2**22, None, "warn")
     sent = json.loads(json.dumps(list(rules)))
     assert Rules(*sent) == rules
     with pytest.raises(AttributeError):

@@ -10,6 +10,7 @@ from torch import nn
 
 from daskps import _state
 from daskps._partitions import Batching, Shard, pieces, plan_batches, plan_local
+from daskps._replica import Opening
 from daskps._spec import Order, Ticket
 from daskps._sync import Alone, GradientSync, LocalSGD
 from daskps._transport import NoChannel
@@ -110,9 +111,13 @@ def order_of(rank, world_size, **options):
     return Order(ticket=Ticket("run", 0, rank, world_size), **fields)
 
 
+def opening_of(every):
+    return Opening(b"", b"", every, b"", b"", RULES)
+
+
 def epoch_of(net, shard, channel, order, every=0, interval=0.25):
     replica = replica_of(net)
-    sync = make_sync(replica, channel, order.ticket, every)
+    sync = make_sync(replica, channel, order.ticket, opening_of(every))
     replica.sync_ = sync
     rules = RULES._replace(report_interval=interval)
     seat = Seat(order.ticket, replica, sync, channel, order.epoch, rules)
@@ -154,7 +159,7 @@ class TestMakeSync:
     ])  # fmt: skip
     def test_kind(self, world_size, every, kind):
         ticket = Ticket("run", 0, 0, world_size)
-        assert type(make_sync(net_for(), NoChannel(), ticket, every)) is kind
+        assert type(make_sync(net_for(), NoChannel(), ticket, opening_of(every))) is kind
 
 
 class TestEpoch:

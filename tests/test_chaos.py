@@ -1,0 +1,276 @@
+"""Every fault, at every moment of a fit, in both modes and on both transports.
+
+A fit ends with the right parameters or raises the right error; then the cluster trains again and keeps
+nothing. By default a cover of all pairs is run; ``make chaos`` runs all combinations.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from itertools import combinations, product
+
+import dask
+import numpy as np
+import pytest
+import torch
+from faults import N_CLASSES, HaltsIn, address_of, is_alive, kill, state_of, stop
+from nets import CNN3, MARK, Halting, read
+from probes import leftovers, wait_until
+from ranks import fds
+from reference import distance, fit_daskps, fit_plain, make_net, xy
+
+from daskps import DistributedCNNClassifier, _launch, _sources
+from daskps._launch import Run
+from daskps._spec import WORKER_PLUGIN
+from daskps._watch import Watch
+
+pytestmark = pytest.mark.chaos
+
+N_WORKERS = 3
+N_EPOCHS = 2
+SETTINGS = {"daskps.timeouts.silence": "3s", "daskps.timeouts.close": "20s"}
+
+# In a module's forward pass: which row halts its rank, in which epoch, and whether in training.
+HALTS = {
+    "first round": (5, 1, True),
+    "mid-epoch": (45, 2, True),
+    "validation": (None, 1, False),
+    "last round": (85, 2, True),
+}
+
+# On the client: before which call the fault happens.
+CALLS = {
+    "leasing": (Watch, "ask"),
+    "scattering": (_sources, "scatter"),
+    "opening": (Run, "_send"),
+    "closing": (_launch, "_close"),
+}
+
+PHASES = [*list(CALLS)[:3], *HALTS, "closing"]
+EVENTS = ["SIGKILL", "SIGSTOP", "exception", "abort", "restart", "close", "cut"]
+MODES = ["batch", "epoch"]
+TRANSPORTS = ["shared-memory", "comm"]
+
+
+def cover():
+    """All pairs of values of two factors, in as many cases as there are phases and events."""
+    for i, phase in enumerate(PHASES):
+        for j, event in enumerate(EVENTS):
+            yield phase, event, MODES[(i + j) % 2], TRANSPORTS[(i // 2 + j) % 2]
+
+
+def is_complete(cases, factors):
+    pairs = combinations(range(len(factors)), 2)
+    return all(
+        {(case[a], case[b]) for case in cases} == set(product(factors[a], factors[b])) for a, b in pairs
+    )
+
+
+FACTORS = [PHASES, EVENTS, MODES, TRANSPORTS]
+CASES = list(product(*FACTORS)) if os.environ.get("CHAOS") == "all" else list(cover())
+
+
+def test_all_pairs_are_covered():
+    assert is_complete(list(cover()), FACTORS)
+    assert not is_complete(list(cover())[1:], FACTORS)
+
+
+# Faults. Each returns how to see that it has happened.
+
+
+def sigkill(client, pid, address):
+    kill(pid)
+    return lambda: not is_alive(pid)
+
+
+def sigstop(client, pid, address):
+    stop(pid)
+    return lambda: not is_alive(pid) or state_of(pid) == "T"
+
+
+def abort(client, pid, address):
+    os.kill(pid, signal.SIGABRT)
+    wait_until(lambda: not is_alive(pid))
+    return lambda: not is_alive(pid)
+
+
+def restart(client, pid, address):
+    client.restart_workers([address], timeout=60)
+    return lambda: not is_alive(pid)
+
+
+def close(client, pid, address):
+    def close_itself(dask_worker):
+        dask_worker.loop.add_callback(dask_worker.close, nanny=False, executor_wait=False)
+
+    client.run(close_itself, workers=[address])
+    return lambda: not is_alive(pid)
+
+
+def cut(client, pid, address):
+    """The connection of its rank's values or, if there is none, that of the worker itself."""
+
+    def cut_itself(dask_worker):
+        plugin = dask_worker.plugins.get(WORKER_PLUGIN)
+        seats = [] if plugin is None else plugin.seats.values()
+        socks = [seat.channel._sock for seat in seats if hasattr(seat.channel, "_sock")]
+        for sock in socks:
+            socket.socket.shutdown(sock, socket.SHUT_RDWR)
+        if not socks:
+            dask_worker.batched_stream.comm.abort()
+        return len(socks)
+
+    n_socks = client.run(cut_itself, workers=[address])[address]
+    return lambda: n_socks == 1 or not is_alive(pid)
+
+
+DEEDS = {
+    "SIGKILL": sigkill,
+    "SIGSTOP": sigstop,
+    "abort": abort,
+    "restart": restart,
+    "close": close,
+    "cut": cut,
+}
+
+
+class Chaos:
+    """A fault that happens once, and the proof that it did."""
+
+    def __init__(self, client, event, path):
+        self.client = client
+        self.event = event
+        self.path = path
+        self.has_happened = None
+        self.pid = None
+
+    def happen_to(self, pid):
+        self.pid = pid
+        if self.event in ("exception", "abort") and (self.path / "halted").exists():
+            (self.path / {"exception": "raise", "abort": "abort"}[self.event]).touch()
+            self.has_happened = lambda: True if self.event == "exception" else not is_alive(pid)
+        else:
+            self.has_happened = DEEDS[self.event](self.client, pid, address_of(self.client, pid))
+
+    def instead_of(self, original):
+        """A function that lets the fault happen before, or raises after, it does what it did."""
+        pids = sorted(self.client.run(os.getpid).values())
+
+        def disturbed(*args, **kwargs):
+            if self.has_happened is not None:
+                return original(*args, **kwargs)
+            if self.event != "exception":
+                self.happen_to(pids[0])
+                return original(*args, **kwargs)
+            self.has_happened = lambda: True
+            original(*args, **kwargs)
+            raise ValueError("boom")
+
+        return disturbed
+
+
+def data(phase):
+    X, y = xy(90 if phase != "validation" else 113, N_CLASSES)
+    row = HALTS.get(phase, (0, 0, True))[0]
+    X[slice(None) if row is None else row, 0, 0, 0] = MARK
+    return X.astype(np.float64), y
+
+
+def net_for(phase, path):
+    _, epoch, training = HALTS.get(phase, (0, N_EPOCHS + 1, True))
+    split = {} if phase == "validation" else {"train_split": None}
+    return make_net(
+        Halting,
+        module__n=N_CLASSES,
+        module__path=str(path),
+        module__dtype=torch.float64,
+        module__training=training,
+        batch_size=10,
+        max_epochs=N_EPOCHS,
+        callbacks=[("halts", HaltsIn(path, epoch))],
+        **split,
+    )
+
+
+def fit(client, net, X, y, sync_every):
+    torch.manual_seed(0)
+    return DistributedCNNClassifier(net, client=client, n_workers=N_WORKERS, sync_every=sync_every).fit(
+        X, y
+    )
+
+
+def disturbed_fit(chaos, phase, net, X, y, sync_every, monkeypatch):
+    """The estimator, or the error."""
+    if phase in CALLS:
+        where, name = CALLS[phase]
+        monkeypatch.setattr(where, name, chaos.instead_of(getattr(where, name)))
+    with ThreadPoolExecutor(1) as pool:
+        fitting = pool.submit(fit, chaos.client, net, X, y, sync_every)
+        try:
+            if phase not in CALLS:
+                halted = chaos.path / "halted"
+                wait_until(lambda: fitting.done() or halted.exists(), seconds=90)
+                assert not fitting.done(), fitting.exception()
+                chaos.happen_to(read(halted)[0]["pid"])
+        finally:
+            (chaos.path / "go").touch()
+        error = fitting.exception(timeout=90)
+    return fitting.result() if error is None else error
+
+
+def expected(client, fitted, net, X, y, sync_every):
+    """In batch mode plain skorch; else what as many workers reach that nothing happens to."""
+    net.set_params(callbacks=None)
+    if sync_every == "batch":
+        return fit_plain(net, X, y)
+    epochs = [entry.epoch for entry in fitted.report_.ranks]
+    again = DistributedCNNClassifier(net.set_params(max_epochs=1), client=client, sync_every=sync_every)
+    torch.manual_seed(0)
+    for epoch in range(N_EPOCHS):
+        again.set_params(n_workers=epochs.count(epoch)).partial_fit(X, y)
+    return again
+
+
+def ids(case):
+    return "-".join(case).replace(" ", "_")
+
+
+@pytest.mark.parametrize("case", CASES, ids=ids)
+def test_chaos(mortals, tmp_path, monkeypatch, case):
+    phase, event, sync_every, transport = case
+    chaos = Chaos(mortals, event, tmp_path)
+    X, y = data(phase)
+    net = net_for(phase, tmp_path)
+    with dask.config.set({**SETTINGS, "daskps.transport": transport}):
+        outcome = disturbed_fit(chaos, phase, net, X, y, sync_every, monkeypatch)
+    wait_until(chaos.has_happened, seconds=60)
+    monkeypatch.undo()
+    if event == "exception":
+        assert type(outcome) is ValueError
+        assert str(outcome) == "boom"
+    else:
+        assert isinstance(outcome, DistributedCNNClassifier), repr(outcome)
+        assert len(outcome.history_) == N_EPOCHS
+    if event == "SIGSTOP" and is_alive(chaos.pid):
+        kill(chaos.pid)
+    mortals.wait_for_workers(N_WORKERS, timeout=60)
+    if event != "exception":
+        assert distance(outcome, expected(mortals, outcome, net, X, y, sync_every)) <= 1e-10
+    again = fit_daskps(mortals, make_net(CNN3, module__n=N_CLASSES, max_epochs=1), X, y)
+    assert again.report_.world_size >= N_WORKERS - 1
+    nothing_is_left(mortals)
+
+
+def nothing_is_left(client):
+    def threads():
+        return [thread.name for thread in threading.enumerate() if thread.name == "daskps-rounds"]
+
+    def segments():
+        return [name for name in fds().values() if "memfd" in name]
+
+    wait_until(lambda: not threads() and not segments(), what=lambda: f"{threads()} {segments()}")
+    assert not [run for _, kind, run in leftovers(client) if kind == "waiting"]
