@@ -163,7 +163,8 @@ def _start_private_client() -> Client:
             cluster = _local_cluster()
     except RuntimeError:
         raise DaskpsError(_UNGUARDED) from None
-    client = Client(cluster, set_as_default=False)
+    # Its workers are of this host, so rows need not pass through the scheduler.
+    client = Client(cluster, set_as_default=False, direct_to_workers=True)
     _close_at_exit(client, cluster)
     return client
 
