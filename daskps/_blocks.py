@@ -70,10 +70,12 @@ class BlockRows:
     def _gathered(self, rows: np.ndarray) -> np.ndarray:
         """A copy: a view would keep the whole block in memory."""
         owners = np.searchsorted(self._blocks.bounds, rows, side="right") - 1
-        taken = np.empty((len(rows), *self.shape[1:]), self.dtype)
+        taken = self._blocks.like
         for number in dict.fromkeys(owners.tolist()):  # as they come: the next window's last
-            here = owners == number
-            taken[here] = self._reader.block(number)[rows[here] - self._blocks.bounds[number]]
+            here, block = owners == number, self._reader.block(number)
+            if not len(taken):  # of the block's own dtype, whatever the array says
+                taken = np.empty((len(rows), *block.shape[1:]), block.dtype)
+            taken[here] = block[rows[here] - self._blocks.bounds[number]]
         return taken
 
 

@@ -251,7 +251,7 @@ def _bounds(array: Any) -> np.ndarray:
 
 
 def _memory_limits(client: Client) -> dict[str, float]:
-    workers = client.scheduler_info()["workers"]
+    workers = client.scheduler_info(n_workers=-1)["workers"]  # once five was all it told
     return {address: worker["memory_limit"] or np.inf for address, worker in workers.items()}
 
 

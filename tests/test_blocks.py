@@ -74,6 +74,13 @@ class TestBlockRows:
         ):
             shard.X[0, 1]
 
+    def test_have_the_dtype_that_the_blocks_have(self):
+        """And not the one that a dask array claims."""
+        held = shard_of(ROWS)
+        held = held._replace(X=held.X._replace(like=X[:0].astype(int)))
+        with readable(held, data_of(X)) as shard:
+            np.testing.assert_array_equal(shard.X[2:4], X[ROWS[2:4]])
+
     def test_are_copies(self):
         """A view would keep its block in memory."""
         data = data_of(X)

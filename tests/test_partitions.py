@@ -341,6 +341,12 @@ class TestBlocks:
 
 
 class TestShuffling:
+    def test_labels_that_go_round_are_on_all_ranks(self):
+        """Dealt one by one in order, each of 4 ranks would have one of 4 classes."""
+        labels = np.arange(200) % 4
+        for rows in plan_local(200, Batching(10, shuffle=True), 4, seed=0).rows:
+            assert np.bincount(labels[rows], minlength=4).min() >= 5
+
     @pytest.mark.parametrize("n_rows", [0, 1, 2, 50])
     def test_order_is_a_permutation(self, n_rows):
         order = epoch_order(3, 1, 0, n_rows, shuffle=True)
