@@ -3,6 +3,7 @@
 #
 #   make demo   [DEMO_ARGS='--data fashion-mnist --epochs 3']
 #   make test   [PYTEST_ARGS='tests/test_server.py -x']
+#   make chaos      every fault at every moment of a fit; half an hour
 #   make lint | docs | format | clean
 #   make bench  [BENCH_ARGS='--bench fit' DASKPS_BENCH_PROFILE=regular]
 #   make figures
@@ -20,7 +21,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format docs bench figures bench-peers venv clean
+.PHONY: help demo test chaos lint format docs bench figures bench-peers venv clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -38,11 +39,16 @@ demo: $(STAMP)
 	@$(BIN)/daskps demo $(DEMO_ARGS)
 
 # One thread per process, as Dask gives its workers: two pools that spin would fight for the cores.
-test: export OMP_NUM_THREADS := 1
-test: export OPENBLAS_NUM_THREADS := 1
-test: export MKL_NUM_THREADS := 1
+test chaos: export OMP_NUM_THREADS := 1
+test chaos: export OPENBLAS_NUM_THREADS := 1
+test chaos: export MKL_NUM_THREADS := 1
 test: $(STAMP)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# `make test` runs a part in which every two of phase, event, mode and transport come together once.
+chaos: export CHAOS := all
+chaos: $(STAMP)
+	$(BIN)/python -m pytest tests/test_chaos.py $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -69,6 +69,16 @@ def mortal_cluster():
         yield stack.enter_context(Client(cluster, set_as_default=False))
 
 
+def bring_back(client):
+    """Wait for all workers; a nanny does not replace one whose connection to Dask was cut."""
+    try:
+        client.wait_for_workers(N_MORTALS, timeout=5)
+    except TimeoutError:
+        client.cluster.scale(0)
+        client.cluster.scale(N_MORTALS)
+        client.wait_for_workers(N_MORTALS, timeout=60)
+
+
 @pytest.fixture
 def mortals(mortal_cluster):
     """A client of workers that may be killed. Afterwards all are there again, and nothing is left."""
@@ -83,10 +93,5 @@ def mortals(mortal_cluster):
             return False
 
     yield mortal_cluster
-    try:
-        mortal_cluster.wait_for_workers(N_MORTALS, timeout=30)
-    except TimeoutError:  # a nanny has given up, as some do whose worker was closed
-        mortal_cluster.cluster.scale(0)
-        mortal_cluster.cluster.scale(N_MORTALS)
-        mortal_cluster.wait_for_workers(N_MORTALS, timeout=60)
+    bring_back(mortal_cluster)
     wait_until(is_as_before, seconds=60, what=lambda: f"left on the cluster: {leftovers(mortal_cluster)}")
