@@ -10,12 +10,23 @@ from pathlib import Path
 import dask
 import numpy as np
 import pytest
+import torch
 from conftest import local_cluster
 from distributed import Client, Security
 from nets import CNN3, Boom, Stalled
 from probes import wait_until
 from ranks import fds, new_fds, round_threads
-from reference import ADAM, digits, distance, identical, make_net, separable
+from reference import (
+    ADAM,
+    MOMENTUM,
+    digits,
+    distance,
+    fit_daskps,
+    fit_plain,
+    identical,
+    make_net,
+    separable,
+)
 
 from daskps import DistributedCNNClassifier, _joining, _sharedmemory
 from daskps.exceptions import RoundTimeoutError
@@ -240,3 +251,48 @@ def test_round_that_takes_too_long_names_the_rank_and_the_setting(client, transp
     (tmp_path / "go").touch()
     wait_until(lambda: round_threads() == [] and sys.getswitchinterval() == interval)
     fit(client, make_net(CNN3, module__n=3, train_split=None), X, y)
+
+
+class TestBuckets:
+    """Gradients that leave while backward computes others change nothing, on whatever road."""
+
+    @pytest.mark.parametrize("optimizer", [MOMENTUM, ADAM], ids=["momentum", "adam"])
+    def test_end_where_plain_skorch_ends(self, client, transport, optimizer):
+        X, y = digits(203, np.float64)
+        net = make_net(CNN3, **optimizer, module__dtype=torch.float64, batch_size=32, max_epochs=3)
+        plain = fit_plain(net, X, y)
+        with dask.config.set({"daskps.bucket-size": 1}):
+            ours = fit_daskps(client, net, X, y, n_workers=3)
+        assert distance(ours.net_, plain) <= 1e-10
+        n_parameters = len(list(plain.module_.parameters()))
+        steps, rounds = ours.report_.ranks[0].steps, ours.report_.ranks[0].rounds
+        assert rounds >= steps * n_parameters > steps
+
+    def test_have_the_bits_of_one_exchange(self, client, transport):
+        X, y = digits(203, np.float32)
+        net = make_net(CNN3, **NOISY, **ADAM)
+        with dask.config.set({"daskps.bucket-size": 1}):
+            in_buckets = fit(client, net, X, y)
+        with dask.config.set({"daskps.bucket-size": 0}):
+            assert identical(in_buckets, fit(client, net, X, y))
+
+
+class TestNarrowValues:
+    @pytest.mark.parametrize("sync_every", MODES)
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+    def test_train_almost_the_same_net(self, client, dtype, sync_every, transport):
+        X, y = digits(203, np.float32)
+        net = make_net(CNN3, **ADAM, max_epochs=2)
+        exact = fit(client, net, X, y, sync_every=sync_every)
+        with dask.config.set({"daskps.wire-dtype": dtype}):
+            ours = fit(client, net, X, y, sync_every=sync_every)
+        difference = distance(ours, exact)
+        if transport == "auto":  # nothing travels
+            assert difference == 0
+        else:
+            assert 0 < difference <= 0.02
+            # In local modes the optimizer's state goes with all its digits.
+            share = ours.report_.ranks[0].bytes / exact.report_.ranks[0].bytes
+            assert share < (0.6 if sync_every == "batch" else 0.9)
+        losses = [fitted.history_[:, "train_loss"] for fitted in (ours, exact)]
+        np.testing.assert_allclose(*losses, rtol=0.01)
