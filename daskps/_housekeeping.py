@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from distributed import Worker
+from distributed import Nanny, Worker
 from distributed.core import Server, Status
 
 _STATISTICS = ("tick", "profile")
@@ -40,3 +40,9 @@ def go_on(server: Server) -> None:
     """
     if server.status in (Status.running, Status.paused):
         server.start_periodic_callbacks()
+
+
+def with_nannies(scheduler: Server) -> list[Server]:
+    """A scheduler and, in a ``LocalCluster``, the nannies that share its event loop and its cores."""
+    nannies = list(getattr(Nanny, "_instances", ()))
+    return [scheduler, *(nanny for nanny in nannies if nanny.loop is scheduler.loop)]

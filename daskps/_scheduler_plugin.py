@@ -21,7 +21,7 @@ from distributed.scheduler import heartbeat_interval
 
 import daskps
 from daskps import _joining
-from daskps._housekeeping import go_on, hold_back
+from daskps._housekeeping import go_on, hold_back, with_nannies
 from daskps._leases import Leases, Request
 from daskps._rounds import RoundServer
 from daskps._server import ParameterServer
@@ -168,7 +168,8 @@ class DaskpsSchedulerPlugin(SchedulerPlugin):
 
     def _begin(self, run: _Run) -> None:
         self.runs[run.run_id] = run
-        hold_back(self.scheduler)
+        for server in with_nannies(self.scheduler):
+            hold_back(server)
         run.serve(lambda: self._cut_off(run))
         if self._watching is None:
             self._watching = asyncio.create_task(self._listen())
@@ -287,7 +288,8 @@ class DaskpsSchedulerPlugin(SchedulerPlugin):
             return
         self._fence(run, reason)
         if not self.runs:
-            go_on(self.scheduler)
+            for server in with_nannies(self.scheduler):
+                go_on(server)
         self._release(run_id)
         self.scheduler.log_event(TOPIC, {"run_id": run_id, "ended": str(reason)})
 

@@ -1,0 +1,90 @@
+"""Dask's statistics of itself, held back while somebody trains."""
+
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+from distributed import Nanny
+from distributed.core import Status
+from nets import MARK, Halting
+from probes import wait_until
+from reference import make_net, xy
+
+from daskps import DistributedCNNClassifier, _housekeeping
+
+STATISTICS = {"tick", "profile"}
+
+
+class Callback:
+    def __init__(self):
+        self.runs = True
+
+    def stop(self):
+        self.runs = False
+
+
+class Server:
+    def __init__(self, names, status=Status.running):
+        self.periodic_callbacks = {name: Callback() for name in names}
+        self.status = status
+
+    def start_periodic_callbacks(self):
+        for callback in self.periodic_callbacks.values():
+            callback.runs = True
+
+    def running(self):
+        return {name for name, callback in self.periodic_callbacks.items() if callback.runs}
+
+
+@pytest.mark.parametrize("names", [{"tick", "profile", "heartbeat"}, {"tick", "heartbeat"}, {"heartbeat"}])
+def test_only_statistics_are_held_back(names):
+    server = Server(names)
+    _housekeeping.hold_back(server)
+    assert server.running() == names - STATISTICS
+    _housekeeping.go_on(server)
+    assert server.running() == names
+
+
+@pytest.mark.parametrize("status", [Status.closing, Status.closed, Status.closing_gracefully])
+def test_of_a_server_that_ends_nothing_is_started(status):
+    server = Server({"tick", "heartbeat"}, status)
+    _housekeeping.hold_back(server)
+    _housekeeping.go_on(server)
+    assert server.running() == {"heartbeat"}
+
+
+def test_nannies_of_another_event_loop_are_left_alone(monkeypatch):
+    ours, other = SimpleNamespace(loop="a"), SimpleNamespace(loop="b")
+    monkeypatch.setattr(Nanny, "_instances", [ours, other])
+    scheduler = SimpleNamespace(loop="a")
+    assert _housekeeping.with_nannies(scheduler) == [scheduler, ours]
+
+
+def statistics_of_worker(dask_worker):
+    running = {name: pc.is_running() for name, pc in dask_worker.periodic_callbacks.items()}
+    return running["tick"], running["profile"], running["heartbeat"]
+
+
+def statistics_of_scheduler(dask_scheduler):
+    servers = _housekeeping.with_nannies(dask_scheduler)
+    return [server.periodic_callbacks["tick"].is_running() for server in servers]
+
+
+def test_a_fit_holds_them_back_for_its_length(client, cluster, tmp_path):
+    """Of the workers that train, of the scheduler, and of the nannies that share its event loop."""
+    X, y = xy(60, 3)
+    X[3] = MARK
+    (tmp_path / "halt").touch()
+    net = make_net(Halting, module__n=3, module__path=str(tmp_path), max_epochs=1, train_split=None)
+    estimator = DistributedCNNClassifier(net, n_workers=2, client=client)
+    with ThreadPoolExecutor(1) as pool:
+        fit = pool.submit(estimator.fit, X, y)
+        wait_until((tmp_path / "halted").exists)
+        busy = client.run(statistics_of_worker)
+        scheduler = client.run_on_scheduler(statistics_of_scheduler)
+        (tmp_path / "go").touch()
+        fit.result(60)
+    assert sorted(busy.values()) == [(False, False, True)] * 2 + [(True, True, True)] * 2
+    assert scheduler == [False] * (1 + len(cluster.workers))
+    wait_until(lambda: set(client.run(statistics_of_worker).values()) == {(True, True, True)})
+    wait_until(lambda: all(client.run_on_scheduler(statistics_of_scheduler)))
