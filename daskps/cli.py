@@ -43,8 +43,11 @@ def _speedup(options: argparse.Namespace) -> None:
     from daskps import _experiment, _speedup_table, _trial
 
     _check_files(options)
-    signal.signal(signal.SIGTERM, _leave)
-    results = _experiment.measure(_plan(options), options.command_line, _trial.in_a_process, _note)
+    before = signal.signal(signal.SIGTERM, _leave)
+    try:
+        results = _experiment.measure(_plan(options), options.command_line, _trial.in_a_process, _note)
+    finally:
+        signal.signal(signal.SIGTERM, before)
     print(_speedup_table.text(results))
     if options.json:
         results.save(options.json)

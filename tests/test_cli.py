@@ -126,13 +126,11 @@ class TestSpeedup:
 
         monkeypatch.setattr(_trial, "in_a_process", terminated)
         before = signal.getsignal(signal.SIGTERM)
-        try:
-            with pytest.raises(SystemExit) as exit_info:
-                cli.main(["speedup"])
-        finally:
-            signal.signal(signal.SIGTERM, before)
+        with pytest.raises(SystemExit) as exit_info:
+            cli.main(["speedup"])
         assert exit_info.value.code == 143
         assert len(ended) == 1
+        assert signal.getsignal(signal.SIGTERM) is before
 
     def test_a_trial_that_fails_is_one_line_with_its_own_words(self, monkeypatch, capsys):
         def fails(trial):
