@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -42,7 +43,11 @@ def _speedup(options: argparse.Namespace) -> None:
     from daskps import _experiment, _speedup_table, _trial
 
     _check_files(options)
-    results = _experiment.measure(_plan(options), options.command_line, _trial.in_a_process, _note)
+    before = signal.signal(signal.SIGTERM, _leave)
+    try:
+        results = _experiment.measure(_plan(options), options.command_line, _trial.in_a_process, _note)
+    finally:
+        signal.signal(signal.SIGTERM, before)
     print(_speedup_table.text(results))
     if options.json:
         results.save(options.json)
@@ -50,6 +55,11 @@ def _speedup(options: argparse.Namespace) -> None:
         from daskps import _speedup_plot
 
         _speedup_plot.draw(results).savefig(options.plot, dpi=120)
+
+
+def _leave(number: int, frame: Any) -> None:
+    """As an exception, so that the processes of a trial are ended too."""
+    sys.exit(128 + number)
 
 
 def _plan(options: argparse.Namespace) -> Any:

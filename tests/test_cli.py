@@ -1,4 +1,5 @@
 import json
+import signal
 
 import pytest
 from experiments import outcome_of
@@ -113,6 +114,23 @@ class TestSpeedup:
         monkeypatch.setattr(_trial, "in_a_process", stopped)
         assert cli.main(["speedup"]) == 130
         assert capsys.readouterr().err == "daskps: stopped\n"
+
+    def test_being_terminated_lets_a_trial_end_what_it_started(self, monkeypatch):
+        ended = []
+
+        def terminated(trial):
+            try:
+                signal.raise_signal(signal.SIGTERM)
+            finally:
+                ended.append(trial)
+
+        monkeypatch.setattr(_trial, "in_a_process", terminated)
+        before = signal.getsignal(signal.SIGTERM)
+        with pytest.raises(SystemExit) as exit_info:
+            cli.main(["speedup"])
+        assert exit_info.value.code == 143
+        assert len(ended) == 1
+        assert signal.getsignal(signal.SIGTERM) is before
 
     def test_a_trial_that_fails_is_one_line_with_its_own_words(self, monkeypatch, capsys):
         def fails(trial):
