@@ -125,13 +125,19 @@ class DaskpsSchedulerPlugin(SchedulerPlugin):
             return run.members(self.scheduler.allowed_failures)
         while run.place in self.leaving:
             await self._change(at_most=0.5)
+        self._refuse_ended(run)
         addresses = await self._left_and(joining, run)
-        if self.runs.get(run_id) is not run:
-            raise RunAbortedError(f"run {run_id} has ended")
+        self._refuse_ended(run)
         new = _Run(run_id, run.terms, addresses, run.generation + 1)
         self._begin(new)
         logger.info("run %s goes on with %d ranks", run_id, len(addresses))
         return {**new.members(self.scheduler.allowed_failures), "lost": [loss.worker for loss in run.lost]}
+
+    def _refuse_ended(self, run: _Run) -> None:
+        """Hold nothing for a run that has ended while it was being renewed."""
+        if self.runs.get(run.run_id) is not run:
+            self._release(run.run_id)
+            raise RunAbortedError(f"run {run.run_id} has ended")
 
     async def _left_and(self, joining: list[str], run: _Run) -> list[str]:
         """Who can go on; if nobody can, the first who comes."""

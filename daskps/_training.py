@@ -137,15 +137,19 @@ class Training:
         self._regroup()
         k = self._run.world_size
         logger.warning("%s It begins again on %d worker(s).", lost, k)
-        what = f"was lost: the epoch began again on {k} worker(s)"
-        epoch = lost.epoch or 0
-        self._report.events += [FitEvent(epoch, worker, what) for worker in change.lost or ["?"]]
+        what = "was lost" if change.lost else "a rank's connection was cut"
+        what += f": the epoch began again on {k} worker(s)"
+        self._report.events += [FitEvent(lost.epoch or 0, worker, what) for worker in change.lost or [""]]
 
     def _take_in(self, epoch: int) -> None:
         """Go on with workers that joined, and without those that left, since the last epoch."""
         change = self._run.renew(join=True)
         if change is None:
             return
+        if change.lost and not self._resume:
+            worker, run_id = change.lost[0], self._run.run_id
+            reason = f"Worker {worker} of run {run_id} left the cluster before epoch {epoch + 1}."
+            raise WorkerLostError(reason, worker, run_id, epoch, 0)
         self._regroup()
         k = self._run.world_size
         what = [(worker, "was lost between two epochs") for worker in change.lost]

@@ -93,15 +93,20 @@ class Watch:
         workers for tasks, and for nothing else.
         """
         placeholders: list[Future] = []
+        news: list[dict] = []  # of the workers that the answer will name
         with self._running(function(**kwargs)) as running:
             try:
                 while not running.done():
                     event = self._next_of_any_kind()
+                    if "lost" in event or "ended" in event:
+                        news.append(event)
                     if event.get("wanted", len(placeholders)) != len(placeholders):
                         _release(placeholders)
                         placeholders = self._placeholders(event["wanted"])
             finally:
                 _release(placeholders)
+        for event in news:
+            self._events.put(event)
         return running.result()
 
     def _placeholders(self, n: int) -> list[Future]:

@@ -52,14 +52,22 @@ def fit_and(event, client, net, X, y, **options):
     with ThreadPoolExecutor(1) as pool:
         fitting = pool.submit(estimator.fit, X, y)
         try:
-            wait_until(lambda: fitting.done() or (path / "halted").exists(), seconds=90)
-            assert not fitting.done(), fitting.exception()
-            pid = read(path / "halted")[0]["pid"]
-            event(pid)
+            event(first_halted(path, fitting))
         finally:
             (path / "go").touch()
         error = fitting.exception(timeout=90)
     return estimator if error is None else error
+
+
+def first_halted(path, fitting):
+    """The process that halts first, as soon as one does."""
+
+    def halted():
+        return read(path / "halted") if (path / "halted").exists() else []
+
+    wait_until(lambda: fitting.done() or halted(), seconds=90)
+    assert not fitting.done(), fitting.exception()
+    return halted()[0]["pid"]
 
 
 def address_of(client, pid):

@@ -123,6 +123,12 @@ def test_sync_every(refused, given):
     assert says(message, "'sync_every'", "'batch', 'epoch' or an integer >= 1", repr(given))
 
 
+@pytest.mark.parametrize("given", ["Resume", "", None, True, ["raise"]])
+def test_on_worker_lost(refused, given):
+    message = refused(ValueError, on_worker_lost=given)
+    assert says(message, "'on_worker_lost'", "'resume' or 'raise'", repr(given))
+
+
 @pytest.mark.parametrize("given", [0, -2, 1.5, "two", True], ids=repr)
 def test_n_workers(refused, given):
     message = refused(ValueError, n_workers=given)

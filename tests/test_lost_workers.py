@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import dask
 import dask.array as da
 import numpy as np
@@ -18,11 +20,11 @@ from faults import (
     marked,
     wait_for_ready,
 )
-from reference import ADAM, MOMENTUM, assert_same_history, distance, fit_plain, identical
+from nets import CNN3
+from probes import wait_until
+from reference import ADAM, MOMENTUM, assert_same_history, distance, fit_plain, identical, make_net
 
 from daskps import DistributedCNNClassifier, WorkerLostError
-
-MODES = ["batch", "epoch", 2]
 
 
 class Killed:
@@ -86,7 +88,7 @@ def test_a_replacement_joins_at_the_next_epoch(mortals, tmp_path):
     assert distance(ours, fit_plain(net.set_params(callbacks=None), X, y)) <= 1e-10
 
 
-@pytest.mark.parametrize("sync_every", MODES)
+@pytest.mark.parametrize("sync_every", ["batch", "epoch"])
 def test_raise(mortals, tmp_path, sync_every):
     X, y = marked(203, 95)
     net = halting_net(tmp_path)
@@ -97,6 +99,25 @@ def test_raise(mortals, tmp_path, sync_every):
     assert error.epoch == 1
     for part in (error.worker, f"run {error.run_id}", f"round {error.round}", "epoch 2", "rank"):
         assert part in str(error)
+
+
+def test_a_worker_that_is_lost_between_two_epochs(mortals):
+    """Nothing has to be repeated; and with 'raise' it is an error all the same."""
+    X, y = marked(203, 95)
+
+    def lose():
+        address, pid = sorted(mortals.run(os.getpid).items())[0]
+        kill(pid)
+        wait_until(lambda: address not in mortals.scheduler_info(n_workers=-1)["workers"])
+
+    net = make_net(CNN3, module__n=N_CLASSES, callbacks=[("loses", Calls(lose, epoch=1))])
+    ours = DistributedCNNClassifier(net, client=mortals, n_workers=3).fit(X, y)
+    assert "between two epochs" in ours.report_.events[0].what
+    assert ranks_by_epoch(ours)[0] == 3
+    wait_for_ready(mortals, 3)
+    ours.set_params(on_worker_lost="raise")
+    with pytest.raises(WorkerLostError, match="left the cluster before epoch 2"):
+        ours.fit(X, y)
 
 
 def test_the_only_worker_is_waited_for(mortals, tmp_path):

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from daskps.report import FitReport, RankEpoch
+from daskps.report import FitEvent, FitReport, RankEpoch
 
 TRANSPORTS = ["shared-memory", "comm"]
 
@@ -139,3 +139,11 @@ class TestExport:
         frame = FitReport(2, "epoch", 32).to_frame()
         assert list(frame.columns) == list(RankEpoch.__dataclass_fields__)
         assert len(frame) == 0
+
+
+def test_events_are_told(report):
+    report.events.append(FitEvent(1, "tcp://a", "was lost: the epoch began again on 1 worker(s)"))
+    assert "epoch 2: tcp://a was lost: the epoch began again on 1 worker(s)" in str(report)
+    assert report.to_dict()["events"] == [
+        {"epoch": 1, "worker": "tcp://a", "what": "was lost: the epoch began again on 1 worker(s)"}
+    ]

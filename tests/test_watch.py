@@ -123,5 +123,27 @@ class TestSync:
             watch.sync(fails)
 
 
+class TestAsk:
+    def test_returns_the_answer(self, watch):
+        async def answer(question):
+            return question + 1
+
+        assert watch.ask(answer, question=1) == 2
+
+    def test_what_happens_to_the_workers_meanwhile_is_not_forgotten(self, watch):
+        """The scheduler has opened a generation, and loses a worker before its answer is here."""
+
+        async def answer():
+            watch.put(LOST)
+            watch.put({"done": "an old task"})
+            while not watch._events.empty():
+                await asyncio.sleep(0)
+            return "answer"
+
+        assert watch.ask(answer) == "answer"
+        with pytest.raises(WorkerLostError):
+            all(watch.next() or True for _ in range(10))
+
+
 def test_is_the_client_in_everything_else(watch):
     assert watch.id == "me"
