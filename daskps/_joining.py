@@ -17,12 +17,14 @@ from typing import Any
 
 from distributed.comm import Comm
 from distributed.protocol import Serialized
+from distributed.system import MEMORY_LIMIT
 
 from daskps import _sharedmemory, _wire
 from daskps._handover import can_be_taken, take_socket
 from daskps._links import SharedMemoryLink, SocketLink
 from daskps._rounds import RoundServer
 from daskps._sharedmemory import Segment
+from daskps.exceptions import InvalidMessageError
 
 TOKEN_BYTES = 32
 
@@ -32,6 +34,22 @@ logger = logging.getLogger("daskps")
 def refusal(error: BaseException) -> dict:
     """What a rank reads that may not join."""
     return {"status": "refused", "kind": type(error).__name__, "reason": str(error)}
+
+
+def refuse_impossible(rounds: RoundServer, rank: int, capacity: int) -> None:
+    """Refuse a rank that nobody waits for, and contributions that could not be added up here.
+
+    Raises
+    ------
+    InvalidMessageError
+        If it is one of these.
+    """
+    if not rounds.expects(rank):
+        raise InvalidMessageError(f"rank {rank} of run {rounds.server.run_id} is none, or there already")
+    if capacity > MEMORY_LIMIT:
+        raise InvalidMessageError(
+            f"contributions of {capacity} bytes are larger than the scheduler's memory of {MEMORY_LIMIT}"
+        )
 
 
 async def join(
@@ -48,6 +66,8 @@ async def join(
     ------
     OSError, CommClosedError
         If the rank is gone.
+    InvalidMessageError
+        If it says something else than a rank would.
     """
     if shared_memory and _sharedmemory.is_available():
         link = await _share_memory(comm, rounds, timeout)
@@ -55,8 +75,7 @@ async def join(
             rounds.attach(rank, link)
             return None
     await comm.write({"status": "OK", "road": "socket"})
-    theirs = await asyncio.wait_for(comm.read(), timeout)
-    hand_over = bool(theirs["can_be_taken"]) and can_be_taken(comm)
+    hand_over = await _says(comm, "can_be_taken", timeout) and can_be_taken(comm)
     await comm.write({"status": "OK", "hand_over": hand_over})
     if hand_over:
         rounds.attach(rank, SocketLink(await take_socket(comm), rounds.wire_dtype))
@@ -67,6 +86,13 @@ async def join(
     return asyncio.create_task(_carry_messages(comm, ours))
 
 
+async def _says(comm: Comm, what: str, timeout: float) -> bool:
+    message = await asyncio.wait_for(comm.read(), timeout)
+    if not isinstance(message, dict) or not isinstance(message.get(what), bool):
+        raise InvalidMessageError(f"a rank that joins has to say whether {what!r}, it said something else")
+    return bool(message[what])
+
+
 async def _share_memory(comm: Comm, rounds: RoundServer, timeout: float) -> SharedMemoryLink | None:
     listener, name = _sharedmemory.listen()
     token = secrets.token_bytes(TOKEN_BYTES)
@@ -74,8 +100,7 @@ async def _share_memory(comm: Comm, rounds: RoundServer, timeout: float) -> Shar
     link = None
     try:
         await comm.write({"status": "OK", "road": "shared-memory", "name": name, "token": token})
-        verdict = await asyncio.wait_for(comm.read(), timeout)
-        if verdict["mapped"]:
+        if await _says(comm, "mapped", timeout):
             link = await asyncio.wait_for(passing, timeout)
         return link
     finally:

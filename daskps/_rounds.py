@@ -114,6 +114,11 @@ class RoundServer:
             self._links[rank] = link
         self._nudge()
 
+    def expects(self, rank: int) -> bool:
+        """Whether this is a rank, and has not joined yet."""
+        with self._lock:
+            return 0 <= rank < self.server.world_size and rank not in self._links
+
     def fail(self, error: DaskpsError) -> None:
         """Answer all that wait, and all that will ask, with this error."""
         self.server.fail(error)

@@ -23,6 +23,7 @@ import daskps
 from daskps import _joining
 from daskps._housekeeping import go_on, hold_back, with_nannies
 from daskps._leases import Leases, Request
+from daskps._messages import Handler, checked, ignoring, refuse_invalid
 from daskps._rounds import RoundServer
 from daskps._server import ParameterServer
 from daskps._silence import Silence
@@ -42,6 +43,7 @@ from daskps.exceptions import (
     ClusterTooSmallError,
     DaskpsError,
     InstallationError,
+    InvalidMessageError,
     RunAbortedError,
     StaleMessageError,
     WorkerLostError,
@@ -70,10 +72,13 @@ class DaskpsSchedulerPlugin(SchedulerPlugin):
         self._silence = Silence(time())
         self._watching: asyncio.Task | None = None
         self._restarting: set[asyncio.Task] = set()
-        scheduler.handlers.update(
-            {OPEN: self.open, RENEW: self.renew, JOIN: self.join, CLOSE: self.close_run}
+        answering: dict[str, Handler] = {OPEN: self.open, RENEW: self.renew, CLOSE: self.close_run}
+        scheduler.handlers.update({name: checked(name, handler) for name, handler in answering.items()})
+        scheduler.handlers[JOIN] = self.join_with
+        hearing: dict[str, Handler] = {HELLO: self.hello, LEFT: self.left}
+        scheduler.stream_handlers.update(
+            {name: ignoring(name, handler) for name, handler in hearing.items()}
         )
-        scheduler.stream_handlers.update({HELLO: self.hello, LEFT: self.left})
 
     async def before_close(self) -> None:
         for run_id in list(self.runs):
@@ -98,11 +103,8 @@ class DaskpsSchedulerPlugin(SchedulerPlugin):
 
         ``rules`` are the client's `Rules`, as a list.
         """
-        if version != daskps.__version__:
-            raise InstallationError(
-                f"The scheduler has daskps {daskps.__version__} and the client has {version}: install"
-                f" daskps {version} in the scheduler's environment and restart it."
-            )
+        if run_id in self.runs or run_id in self.asking or run_id in self.leases.held():
+            raise InvalidMessageError(f"run {run_id!r} has been opened already")
         request = Request(run_id, n_workers, most)
         terms = Terms(client, request, workers, resources or {}, Rules(*rules))
         self.leases.ask(request)
@@ -164,7 +166,7 @@ class DaskpsSchedulerPlugin(SchedulerPlugin):
             self.leases.release(request.run_id)
             raise
         finally:
-            del self.asking[request.run_id]
+            self.asking.pop(request.run_id, None)
 
     def _open_run(self, run_id: str) -> _Run:
         run = self.runs.get(run_id)
@@ -188,6 +190,16 @@ class DaskpsSchedulerPlugin(SchedulerPlugin):
 
     # Handlers: the data connection of a rank
 
+    async def join_with(self, comm: Comm, /, **message: Any) -> Status:
+        """`join`, where the message is one."""
+        try:
+            refuse_invalid(JOIN, message)
+        except InvalidMessageError as error:
+            await comm.write(_joining.refusal(error))
+            comm.abort()
+            return Status.dont_reply
+        return await self.join(comm, **message)
+
     async def join(
         self,
         comm: Comm,
@@ -206,6 +218,7 @@ class DaskpsSchedulerPlugin(SchedulerPlugin):
             if run.rounds is None:
                 await comm.write({"status": "OK", "road": "none"})
                 return Status.dont_reply
+            _joining.refuse_impossible(run.rounds, rank, capacity)
             run.rounds.agree(capacity)
             carrying = await _joining.join(comm, run.rounds, rank, shared_memory, run.terms.rules.connect)
             # The server forgets a connection when its handler returns.
@@ -226,8 +239,9 @@ class DaskpsSchedulerPlugin(SchedulerPlugin):
 
     async def hello(self, worker: str, process: str, version: str) -> None:
         """A worker's plugin says in which process it runs."""
-        self.processes[worker] = process if version == daskps.__version__ else f"!{version}"
-        self._wake()
+        if worker in self.scheduler.workers:
+            self.processes[worker] = process if version == daskps.__version__ else f"!{version}"
+            self._wake()
 
     async def left(self, worker: str, run_id: str, generation: int) -> None:
         """The thread of a rank has left a generation that ended."""
