@@ -72,7 +72,8 @@ def test_adaptive_cluster_grows_from_nothing(forked):
     X, y = data(100)
     with local_cluster(n_workers=0, processes=True) as cluster, Client(cluster) as client:
         cluster.adapt(minimum=0, maximum=3, interval="100ms", wait_count=1)
-        ours = fit_daskps(client, small_net(max_epochs=1), X, y, n_workers=2)
+        with dask.config.set({"daskps.timeouts.workers": "90s"}):
+            ours = fit_daskps(client, small_net(max_epochs=1), X, y, n_workers=2)
         assert ours.report_.world_size == 2
         assert placeholders(client) == []
 
