@@ -31,7 +31,13 @@ def of_process():
     }
 
 
+async def hang_up(server):
+    """Close connections that Dask keeps to use again: how many there are hangs on what met by chance."""
+    server.rpc.collect()
+
+
 async def of_worker(dask_worker):
+    await hang_up(dask_worker)
     plugin = dask_worker.plugins[WORKER_PLUGIN]
     return {
         **of_process(),
@@ -45,6 +51,7 @@ async def of_worker(dask_worker):
 
 
 async def of_scheduler(dask_scheduler):
+    await hang_up(dask_scheduler)
     plugin = dask_scheduler.plugins[SCHEDULER_PLUGIN]
     own = {f"plugin.{name}": len(v) for name, v in vars(plugin).items() if isinstance(v, (dict, set))}
     return {
@@ -62,6 +69,7 @@ async def of_scheduler(dask_scheduler):
 
 
 def of_client(client):
+    client.sync(hang_up, client)
     return {
         **of_process(),
         "futures": len(client.futures),
