@@ -12,6 +12,7 @@ from daskps import config as config
 
 if TYPE_CHECKING:
     from daskps import datasets as datasets
+    from daskps._check import check as check
     from daskps._hooks import on_ranks as on_ranks
     from daskps.classifier import DistributedCNNClassifier as DistributedCNNClassifier
     from daskps.exceptions import ClusterTooSmallError as ClusterTooSmallError
@@ -39,6 +40,7 @@ _HOMES = {
     "SpeedupModel": "daskps.speedup",
     "WorkerBusyError": "daskps.exceptions",
     "WorkerLostError": "daskps.exceptions",
+    "check": "daskps._check",
     "on_ranks": "daskps._hooks",
 }
 
@@ -55,6 +57,7 @@ __all__ = [
     "WorkerBusyError",
     "WorkerLostError",
     "__version__",
+    "check",
     "datasets",
     "on_ranks",
 ]

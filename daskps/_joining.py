@@ -157,11 +157,19 @@ async def _carry_messages(comm: Comm, sock: socket.socket) -> None:
         while True:
             message = await comm.read()
             with suppress(BrokenPipeError, ConnectionResetError):  # refused: why is the answer
-                for frame in message["data"].frames:
+                for frame in _frames(message):
                     await loop.sock_sendall(sock, frame)
             await comm.write({"data": Serialized({}, await _answer(loop, sock))})
     finally:
         sock.close()
+
+
+def _frames(message: Any) -> list[Any]:
+    """The bytes of a message; of one that has none, bytes that the server of the rounds refuses."""
+    try:
+        return list(message["data"].frames)
+    except (KeyError, TypeError, AttributeError):
+        return [bytes(_wire.PUSH_BYTES)]
 
 
 async def _answer(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> list[Any]:

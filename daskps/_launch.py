@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import uuid
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -296,7 +297,7 @@ class _Starting:
 
 
 @contextmanager
-def open_run(client: Client, n_workers: int | None, most: int) -> Iterator[Run]:
+def open_run(client: Client, n_workers: int | None, most: int, at_most: float = math.inf) -> Iterator[Run]:
     """Lease workers and open a run for the length of the block.
 
     Parameters
@@ -306,9 +307,13 @@ def open_run(client: Client, n_workers: int | None, most: int) -> Iterator[Run]:
         How many ranks; None for one on every usable worker process.
     most : int
         How many ranks the data can feed.
+    at_most : float
+        For how many seconds to wait for workers that others hold.
 
     Raises
     ------
+    TimeoutError
+        If there were none to be had for so long.
     ClusterTooSmallError
         If too few workers came within ``daskps.timeouts.workers``.
     InstallationError
@@ -331,7 +336,7 @@ def open_run(client: Client, n_workers: int | None, most: int) -> Iterator[Run]:
         with events_of(client, run_id) as events:
             register(client)  # a few messages that the subscription to the events is ahead of
             watch = Watch(client, events)
-            addresses = watch.ask(getattr(client.scheduler, OPEN), **request)
+            addresses = watch.ask(getattr(client.scheduler, OPEN), at_most, **request)
             run = Run(watch, client, run_id, list(addresses), rules)
             try:
                 yield run

@@ -42,7 +42,7 @@ def reserve(n_bytes: int) -> int:
     OSError
         If there is not so much memory.
     """
-    if n_bytes > _available():  # the kernel would look for it at the cost of other processes
+    if n_bytes > available():  # the kernel would look for it at the cost of other processes
         raise OSError(errno.ENOMEM, f"there is no memory for {n_bytes} bytes")
     fd = os.memfd_create("daskps", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
@@ -54,7 +54,7 @@ def reserve(n_bytes: int) -> int:
     return fd
 
 
-def _available() -> float:
+def available() -> float:
     """How many bytes the system, and every control group around us, could give us."""
     room = math.inf
     for line in Path("/proc/meminfo").read_text().splitlines():

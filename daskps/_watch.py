@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import math
 import queue
 import uuid
 from collections.abc import Callable, Coroutine, Iterator
@@ -86,17 +87,25 @@ class Watch:
             self._wait_for_news()
         return running.result()
 
-    def ask(self, function: Callable, **kwargs: Any) -> Any:
+    def ask(self, function: Callable, at_most: float = math.inf, **kwargs: Any) -> Any:
         """Ask the scheduler for workers, which may take as long as there are too few.
 
         As long as it says so there are placeholder tasks in its queue: an adaptive cluster starts
         workers for tasks, and for nothing else.
+
+        Raises
+        ------
+        TimeoutError
+            If there is no answer after ``at_most`` seconds.
         """
+        deadline = monotonic() + at_most
         placeholders: list[Future] = []
         news: list[dict] = []  # of the workers that the answer will name
         with self._running(function(**kwargs)) as running:
             try:
                 while not running.done():
+                    if monotonic() > deadline:
+                        raise TimeoutError(f"no workers within {at_most:g} s")
                     event = self._next_of_any_kind()
                     if "lost" in event or "ended" in event:
                         news.append(event)

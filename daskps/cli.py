@@ -1,4 +1,4 @@
-"""The command line: ``daskps demo`` and ``daskps speedup``."""
+"""The command line: ``daskps demo``, ``daskps speedup`` and ``daskps check``."""
 
 from __future__ import annotations
 
@@ -23,14 +23,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     options.command_line = shlex.join(["daskps", *arguments])
     try:
-        options.run(options)
+        return int(options.run(options) or 0)
     except KeyboardInterrupt:
         print("daskps: stopped", file=sys.stderr)
         return 130
     except (FileNotFoundError, ImportError, RuntimeError, ValueError) as error:
         print(f"daskps: {error}", file=sys.stderr)
         return 1
-    return 0
 
 
 def _demo(options: argparse.Namespace) -> None:
@@ -60,6 +59,14 @@ def _speedup(options: argparse.Namespace) -> None:
 def _leave(number: int, frame: Any) -> None:
     """As an exception, so that the processes of a trial are ended too."""
     sys.exit(128 + number)
+
+
+def _check(options: argparse.Namespace) -> int:
+    from daskps._check import check
+
+    report = check(options.address)
+    print(report)
+    return 0 if report.ok else 1
 
 
 def _plan(options: argparse.Namespace) -> Any:
@@ -102,6 +109,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     _add_demo(commands)
     _add_speedup(commands)
+    _add_check(commands)
     return parser
 
 
@@ -113,6 +121,17 @@ def _add_demo(commands: Any) -> None:
     command.add_argument("--data", choices=sorted(EPOCHS), default="digits")
     command.add_argument("--workers", type=_positive, default=2, metavar="K")
     command.add_argument("--epochs", type=_positive, default=None, metavar="N")
+
+
+def _add_check(commands: Any) -> None:
+    command = commands.add_parser("check", help="see whether a cluster can train, and what to mend")
+    command.set_defaults(run=_check)
+    command.add_argument(
+        "address",
+        nargs="?",
+        metavar="ADDRESS",
+        help="of a scheduler; a private cluster, as fit would use, if there is none",
+    )
 
 
 def _add_speedup(commands: Any) -> None:

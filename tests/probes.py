@@ -10,12 +10,12 @@ from daskps._spec import SCHEDULER_PLUGIN, WORKER_PLUGIN
 PAUSE = threading.Event()
 
 
-def wait_until(is_true, seconds=20.0, what=lambda: "it did not come true"):
+def wait_until(is_true, seconds=20.0, what=lambda: "it did not come true", every=0.01):
     """Look again and again; fail after so many seconds, and say what is wrong."""
     deadline = monotonic() + seconds
     while not is_true():
         assert monotonic() < deadline, f"after {seconds} s: {what()}"
-        PAUSE.wait(0.01)
+        PAUSE.wait(every)
 
 
 def on_scheduler(dask_scheduler):

@@ -1,7 +1,7 @@
 """Every fault, at every moment of a fit, in both modes and on both transports.
 
 A fit ends with the right parameters or raises the right error; then the cluster trains again and keeps
-nothing. By default a cover of all pairs is run; ``make chaos`` runs all combinations.
+nothing. ``make chaos`` runs a cover of all pairs, and all combinations with ``CHAOS=all``.
 """
 
 from __future__ import annotations

@@ -35,17 +35,24 @@ def test_every_crowded_host_is_named(places, what):
     assert f"with {what}, which slows" in crowding(places)
 
 
+def bind(client, cores):
+    """Bind the thread of every worker, in which its rank will be, to these cores."""
+    tasks = [
+        client.submit(os.sched_setaffinity, 0, cores, workers=[address], pure=False)
+        for address in client.scheduler_info(n_workers=-1)["workers"]
+    ]
+    client.gather(tasks)
+
+
 @pytest.mark.parametrize("n_workers", [1, 2])
 def test_a_fit_warns_where_its_workers_share_a_core(client, n_workers):
-    bound = client.run(lambda: os.sched_getaffinity(0))
-    client.run(os.sched_setaffinity, 0, {min(cores_of_process())})
+    bind(client, {min(cores_of_process())})
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             DistributedCNNClassifier(n_workers=n_workers, client=client).fit(*DIGITS)
     finally:
-        for address, cores in bound.items():
-            client.run(os.sched_setaffinity, 0, cores, workers=[address])
+        bind(client, set(cores_of_process()))
     crowded = [str(w.message) for w in caught if "core(s)" in str(w.message)]
     expected = ["The ranks compute with 2 threads on 1 core(s) of 127.0.0.1"] * (n_workers == 2)
     assert [text.split(",")[0] for text in crowded] == expected

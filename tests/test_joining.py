@@ -2,12 +2,14 @@
 
 import asyncio
 import logging
+import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from distributed.comm import connect, listen
+from distributed.protocol import to_serialize
 from distributed.security import Security
 from probes import wait_until
 from ranks import RULES, RUN_ID, fds, no_new_fds, round_threads
@@ -353,6 +355,54 @@ class TestFailure:
             assert type(errors[0]) is RoundTimeoutError
             assert "daskps.timeouts.round" in str(errors[0])
             channels[1].close()
+
+
+# Whoever unpickles it is found out.
+
+
+UNPICKLED = []
+
+
+class Trap:
+    def __reduce__(self):
+        return UNPICKLED.append, ("x" * 1000,)
+
+
+class TestMessages:
+    """Where Dask reads and writes the connection, a rank can send any message that Dask can."""
+
+    @pytest.fixture(autouse=True)
+    def messages(self, monkeypatch):
+        monkeypatch.setattr(_joining, "can_be_taken", cannot_be_taken)
+
+    @pytest.mark.parametrize(
+        "odd",
+        [
+            {"data": to_serialize(Trap())},
+            {"data": [1]},
+            {"x": 1},
+            [],
+            "x",
+            {"data": to_serialize(b"x" * 99)},
+        ],
+        ids=["pickle", "list", "other", "no dict", "text", "bytes"],
+    )
+    def test_that_are_odd_are_refused_to_all_and_nothing_is_unpickled(self, odd):
+        assert pickle.dumps(Trap())
+        with Scheduler(2) as scheduler:
+            channels = [scheduler.join(rank, COMM) for rank in range(2)]
+            assert [type(channel) for channel in channels] == [CommChannel] * 2
+
+            def rank_does(rank, channel):
+                if rank == 0:
+                    return channel.push_pull(np.ones(3), 1.0, "mean")
+                wait_until(lambda: scheduler.run.server.missing() == [1])
+                channel._loop.run_until_complete(channel._comm.write(odd))
+                return channel._answer()
+
+            errors = use(channels, rank_does)
+        assert {type(error) for error in errors} <= {InvalidMessageError, StaleMessageError}, errors
+        assert UNPICKLED == []
 
 
 class TestUnreachable:

@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 from distributed.comm import connect
+from distributed.protocol import to_serialize
 from faults import Calls
 from nets import CNN3
 from probes import wait_until
@@ -16,6 +17,7 @@ from ranks import RULES, RUN_ID
 from reference import fit_daskps, identical, make_net, separable
 
 import daskps
+from daskps._launch import open_run
 from daskps._messages import FIELDS, checked, ignoring, refuse_invalid
 from daskps._spec import CLOSE, HELLO, JOIN, LEFT, OPEN, RENEW, SCHEDULER_PLUGIN
 from daskps._wire import error_of
@@ -147,6 +149,24 @@ class TestHandlers:
 
 
 # On a cluster
+
+
+UNPICKLED = []
+
+
+class Trap:
+    def __reduce__(self):
+        return UNPICKLED.append, (1,)
+
+
+@pytest.mark.parametrize("field", FIELDS[JOIN])
+def test_a_pickle_in_a_request_to_join_is_refused_and_stays_one(client, cluster, session_client, field):
+    with open_run(session_client, 2, 2):
+        pickled = {**GOOD[JOIN], field: to_serialize(Trap())}
+        heard = client.sync(joined_all, cluster.scheduler_address, [pickled])[0]
+    assert (heard["status"], heard["kind"]) == ("refused", "InvalidMessageError")
+    assert f"{field} of {JOIN} must be" in heard["reason"]
+    assert UNPICKLED == []
 
 
 def call(client, operation, message):

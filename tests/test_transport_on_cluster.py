@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import socket
+import ssl
 import sys
 from pathlib import Path
 
@@ -13,6 +16,7 @@ import pytest
 import torch
 from conftest import local_cluster
 from distributed import Client, Security
+from distributed.comm import get_address_host_port
 from nets import CNN3, Boom, Stalled
 from probes import wait_until
 from ranks import fds, new_fds, round_threads
@@ -168,6 +172,43 @@ def test_on_tls_all_roads_give_the_bits_of_a_cluster_without(client, tls_client,
     found = [roads(fitted) for fitted in (shared, comm, messages)]
     assert found == [["shared-memory"] * 2, ["comm"] * 2, [MESSAGES] * 2]
     assert all(identical(fitted, expected) for fitted in (shared, comm, messages))
+
+
+def heard_by_a_stranger(address, context=None):
+    """What the scheduler says first to somebody who connects and says something."""
+    host, port = get_address_host_port(address)
+    with contextlib.ExitStack() as stack:
+        sock = stack.enter_context(socket.create_connection((host, port), timeout=20))
+        if context is not None:
+            sock = stack.enter_context(context.wrap_socket(sock))
+        sock.sendall(b"0" * 100)
+        return sock.recv(1000)
+
+
+def context_without_checks(security=None, folder=None):
+    """Of a stranger who does not care whom it talks to, with certificates of its own or none."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    if security is not None:
+        (folder / "cert").write_text(security.tls_client_cert)
+        (folder / "key").write_text(security.tls_client_key)
+        context.load_cert_chain(folder / "cert", folder / "key")
+    return context
+
+
+def test_on_tls_a_stranger_gets_nothing(client, tls_client, tmp_path):
+    """Without a certificate of this cluster's; who has one hears Dask's greeting, as all do without TLS."""
+    address = tls_client.scheduler.address
+    own = context_without_checks(tls_client.security, tmp_path)
+    assert heard_by_a_stranger(client.scheduler.address) != b""
+    assert heard_by_a_stranger(address, own) != b""
+    strangers = [context_without_checks(), context_without_checks(Security.temporary(), tmp_path)]
+    for context in strangers:
+        with pytest.raises((ssl.SSLError, ConnectionError)):
+            heard_by_a_stranger(address, context)
+    with contextlib.suppress(ConnectionError):
+        plain = heard_by_a_stranger(address)
+        assert plain == b"" or (plain.startswith(b"\x15\x03") and len(plain) == 7)  # an alert of TLS
 
 
 @pytest.mark.parametrize("setting", ["auto", "comm"])
