@@ -63,7 +63,10 @@ def _findings_of(client: Client) -> Iterator[Finding]:
 async def _ask_all(client: Client) -> dict[str, Any]:
     """The facts of all processes, or an exception in their place."""
     scheduler: Any = client.scheduler
-    addresses = list(await scheduler.ncores())
+    try:
+        addresses = list(await asyncio.wait_for(scheduler.ncores(), _SECONDS))
+    except TimeoutError:
+        raise DaskpsError(f"the scheduler {scheduler.address} did not answer for {_SECONDS:g} s") from None
     asked: dict[str, Callable] = {
         "scheduler": partial(client.run_on_scheduler, _facts.of_scheduler),
         **{address: partial(_of_worker, client, address) for address in addresses},

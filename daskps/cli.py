@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("daskps: stopped", file=sys.stderr)
         return 130
-    except (FileNotFoundError, ImportError, RuntimeError, ValueError) as error:
+    except (OSError, ImportError, RuntimeError, ValueError) as error:
         print(f"daskps: {error}", file=sys.stderr)
         return 1
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 
+import dask
 import pytest
 
 import daskps
 from daskps import _check, _facts, cli
 from daskps._findings import CheckReport, Finding
 from daskps._launch import open_run
+from daskps.exceptions import DaskpsError
 
 
 @pytest.fixture
@@ -63,7 +65,23 @@ def test_a_worker_that_does_not_answer_is_named_and_waited_for_no_longer(client,
     assert "transport" not in found
 
 
+def test_a_scheduler_that_does_not_answer_is_an_error_that_says_so(client, hasty, monkeypatch):
+    async def never(**kwargs):
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(client.scheduler, "ncores", never, raising=False)
+    with pytest.raises(DaskpsError, match=r"the scheduler tcp://.* did not answer for 0\.3 s"):
+        daskps.check(client)
+
+
 class TestCommand:
+    def test_without_a_scheduler_is_one_line(self, capsys):
+        with dask.config.set({"distributed.comm.timeouts.connect": "200ms"}):
+            assert cli.main(["check", "tcp://127.0.0.1:1"]) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("daskps: ")
+        assert "127.0.0.1:1" in line
+
     @pytest.mark.parametrize(("bad", "status"), [(False, 0), (True, 1)])
     def test_prints_the_table_and_its_status_says_whether_something_is_bad(
         self, monkeypatch, capsys, bad, status
