@@ -10,7 +10,7 @@ from conftest import local_cluster
 from distributed import Client
 from faults import Calls, wait_for_ready
 from nets import CNN3
-from probes import leftovers, wait_until
+from probes import wait_until
 from reference import distance, fit_daskps, fit_plain, make_net, xy
 
 from daskps import ClusterTooSmallError
@@ -28,7 +28,12 @@ def data(n=203):
 
 
 def placeholders(client):
-    return [key for _, kind, key in leftovers(client) if kind == "task" and key.startswith(PLACEHOLDER)]
+    """Asked of the scheduler alone: workers of an adaptive cluster may be about to leave."""
+
+    def waiting(dask_scheduler, prefix=PLACEHOLDER):
+        return [str(key) for key in dask_scheduler.tasks if str(key).startswith(prefix)]
+
+    return client.run_on_scheduler(waiting)
 
 
 @pytest.fixture
