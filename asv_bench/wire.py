@@ -285,7 +285,9 @@ def main() -> None:
     }
     machine = peers.hardware()
     print(", ".join(f"{key} {value}" for key, value in machine.items()), flush=True)
-    figures = {part: parts[part]() for part in options.parts}
+    # Eight workers that load torch on two cores take a while to come.
+    with dask.config.set({"daskps.timeouts.workers": "5m"}):
+        figures = {part: parts[part]() for part in options.parts}
     if options.json:
         with open(options.json, "w", encoding="utf-8") as file:
             json.dump({"machine": machine, **figures}, file, indent=1)
