@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -14,13 +13,6 @@ class Place(NamedTuple):
     cores: tuple[int, ...]
     """The numbers of those that its process may use."""
     threads: int
-
-
-def cores_of_process() -> tuple[int, ...]:
-    """The numbers of the cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return tuple(sorted(os.sched_getaffinity(0)))
-    return tuple(range(os.cpu_count() or 1))
 
 
 def crowding(places: Iterable[Place]) -> str:

@@ -12,8 +12,9 @@ from distributed.comm import get_address_host
 
 import daskps
 from daskps import _sharedmemory
-from daskps._crowding import Place, cores_of_process
+from daskps._crowding import Place
 from daskps._findings import Facts
+from daskps._machine import cores_of_process
 
 SHARED = ("daskps", "dask", "distributed", "cloudpickle")
 TRAINING = ("torch", "skorch", "numpy")

@@ -23,9 +23,14 @@ def describe() -> dict[str, str]:
 
 def n_cores() -> int:
     """How many cores this process may use."""
+    return len(cores_of_process())
+
+
+def cores_of_process() -> tuple[int, ...]:
+    """The numbers of the cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        return tuple(sorted(os.sched_getaffinity(0)))
+    return tuple(range(os.cpu_count() or 1))
 
 
 def peak_memory() -> int:

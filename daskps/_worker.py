@@ -19,9 +19,10 @@ from distributed.diagnostics.plugin import WorkerPlugin
 import daskps
 from daskps import _environment, _random, _replica, _state
 from daskps._blocks import readable
-from daskps._crowding import Place, cores_of_process
+from daskps._crowding import Place
 from daskps._housekeeping import held_back
 from daskps._loading import train_batches, validation_batches
+from daskps._machine import cores_of_process
 from daskps._partitions import Shard, epoch_order, pieces
 from daskps._replica import Opening
 from daskps._spec import FORGET, HELLO, LEFT, TOPIC, WORKER_PLUGIN, Order, Rules, Ticket

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from daskps import DistributedCNNClassifier
-from daskps._crowding import Place, cores_of_process, crowding
+from daskps._crowding import Place, crowding
+from daskps._machine import cores_of_process
 
 DIGITS = np.random.default_rng(0).normal(size=(64, 4)), np.arange(64) % 2
 
