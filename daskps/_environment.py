@@ -20,21 +20,28 @@ import platform
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
-__all__ = [
-    "release_freed",
-    "restore_malloc",
-    "torch_threads",
-    "training_environment",
-    "tune_malloc",
-    "tuned_malloc",
-]
+__all__ = ["release_freed", "restore_malloc", "torch_threads", "tune_malloc"]
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
-# The largest that glibc takes, and a bound on what a worker may keep beyond what it uses.
-_TUNED_MMAP, _TUNED_TRIM = 32 * 2**20, 256 * 2**20
-_DEFAULT = 128 * 2**10
+class _Option(NamedTuple):
+    """One of mallopt's parameters, by its number in glibc's malloc.h."""
+
+    number: int
+    variable: str
+    tuned: int
+    default: int
+
+
+_OPTIONS = (
+    # No mapping of its own for a large tensor: it would be unmapped with it.
+    _Option(-4, "MALLOC_MMAP_MAX_", tuned=0, default=65536),
+    # Threads other than the main one have heaps of 64 MiB, and a heap that becomes empty is unmapped
+    # whatever the threshold below, unless less than this padding would be left beneath it.
+    _Option(-2, "MALLOC_TOP_PAD_", tuned=64 * 2**20, default=128 * 2**10),
+    _Option(-1, "MALLOC_TRIM_THRESHOLD_", tuned=256 * 2**20, default=128 * 2**10),
+)
 
 _lock = threading.Lock()
 _users = 0
@@ -46,7 +53,7 @@ def tune_malloc() -> None:
     with _lock:
         _users += 1
         if _users == 1 and _trims_eagerly():
-            _set_thresholds(_TUNED_MMAP, _TUNED_TRIM)
+            _set({option: option.tuned for option in _OPTIONS})
 
 
 def restore_malloc() -> None:
@@ -59,26 +66,13 @@ def restore_malloc() -> None:
     with _lock:
         _users -= 1
         if _users == 0 and _trims_eagerly():
-            _set_thresholds(
-                _from_environment("MALLOC_MMAP_THRESHOLD_"),
-                _from_environment("MALLOC_TRIM_THRESHOLD_"),
-            )
+            _set({option: _from_environment(option) for option in _OPTIONS})
             _trim()
 
 
 def release_freed() -> None:
     """Hand what this process has freed back to the kernel, however its allocator is tuned."""
     _trim()
-
-
-@contextmanager
-def tuned_malloc() -> Iterator[None]:
-    """`tune_malloc` for the length of a block."""
-    tune_malloc()
-    try:
-        yield
-    finally:
-        restore_malloc()
 
 
 @contextmanager
@@ -94,13 +88,6 @@ def torch_threads(threads: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-@contextmanager
-def training_environment(threads: int) -> Iterator[None]:
-    """Both, around one epoch's task: a tuned allocator and `threads` cores for torch."""
-    with tuned_malloc(), torch_threads(threads):
-        yield
-
-
 def _trims_eagerly() -> bool:
     """Whether glibc's thresholds are fixed, and low, in this process.
 
@@ -112,18 +99,18 @@ def _trims_eagerly() -> bool:
     return started_by_nanny and "MALLOC_TRIM_THRESHOLD_" in os.environ
 
 
-def _from_environment(name: str) -> int:
+def _from_environment(option: _Option) -> int:
     try:
-        return int(os.environ[name])
+        return int(os.environ[option.variable])
     except (KeyError, ValueError):
-        return _DEFAULT
+        return option.default
 
 
-def _set_thresholds(mmap: int, trim: int) -> None:
-    """Set both or, where glibc refuses the first, none: one without the other gains little."""
+def _set(values: dict[_Option, int]) -> None:
     mallopt = getattr(_libc(), "mallopt", None)
-    if mallopt is not None and mallopt(_M_MMAP_THRESHOLD, mmap):
-        mallopt(_M_TRIM_THRESHOLD, trim)
+    if mallopt is not None:
+        for option, value in values.items():
+            mallopt(option.number, value)
 
 
 def _trim() -> None:
@@ -134,7 +121,7 @@ def _trim() -> None:
 
 @functools.cache
 def _libc() -> ctypes.CDLL | None:
-    """Return the C library if it is glibc, the only one with these thresholds."""
+    """Return the C library if it is glibc, the only one with these options."""
     return ctypes.CDLL(None) if platform.libc_ver()[0] == "glibc" else None
 
 

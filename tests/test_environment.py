@@ -10,29 +10,39 @@ import statistics
 import subprocess
 import sys
 import threading
+from contextlib import contextmanager
 
 import pytest
 import torch
 from distributed import Client, LocalCluster
+from torch import nn
 
 from daskps import _environment
-from daskps._environment import restore_malloc, torch_threads, training_environment, tuned_malloc
+from daskps._environment import restore_malloc, torch_threads, tune_malloc
 
-MMAP, TRIM = -3, -1
-TUNED = [(MMAP, 32 * 2**20), (TRIM, 256 * 2**20)]
-RESTORED = [(MMAP, 128 * 2**10), (TRIM, 65536), "malloc_trim(0)"]
+MMAP_MAX, TOP_PAD, TRIM = -4, -2, -1
+TUNED = [(MMAP_MAX, 0), (TOP_PAD, 64 * 2**20), (TRIM, 256 * 2**20)]
+RESTORED = [(MMAP_MAX, 65536), (TOP_PAD, 128 * 2**10), (TRIM, 65536), "malloc_trim(0)"]
+
+
+@contextmanager
+def tuned_malloc():
+    tune_malloc()
+    try:
+        yield
+    finally:
+        restore_malloc()
 
 
 class FakeLibc:
     """Records what glibc would have been asked for."""
 
-    def __init__(self, accepts=True):
-        self.accepts = accepts
+    def __init__(self):
         self.calls = []
 
     def mallopt(self, parameter, value):
         self.calls.append((parameter, value))
-        return int(self.accepts)
+        return 1
 
     def malloc_trim(self, pad):
         self.calls.append(f"malloc_trim({pad})")
@@ -46,11 +56,12 @@ def libc(monkeypatch):
     monkeypatch.setattr(_environment, "_libc", lambda: fake)
     monkeypatch.setattr(multiprocessing, "parent_process", object)
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "65536")
-    monkeypatch.delenv("MALLOC_MMAP_THRESHOLD_", raising=False)
+    for name in ("MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_"):
+        monkeypatch.delenv(name, raising=False)
     return fake
 
 
-def test_both_thresholds_are_raised_and_put_back(libc):
+def test_all_options_are_set_and_put_back(libc):
     with tuned_malloc():
         assert libc.calls == TUNED
     assert libc.calls == TUNED + RESTORED
@@ -62,13 +73,14 @@ def test_they_are_put_back_after_an_exception(libc):
     assert libc.calls == TUNED + RESTORED
 
 
-@pytest.mark.parametrize(("mmap", "expected"), [("77777", 77777), ("much", 128 * 2**10)])
-def test_the_environments_own_values_come_back(libc, monkeypatch, mmap, expected):
-    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", mmap)
+@pytest.mark.parametrize(("mmap_max", "expected"), [("777", 777), ("much", 65536)])
+def test_the_environments_own_values_come_back(libc, monkeypatch, mmap_max, expected):
+    monkeypatch.setenv("MALLOC_MMAP_MAX_", mmap_max)
+    monkeypatch.setenv("MALLOC_TOP_PAD_", "5000")
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "4096")
     with tuned_malloc():
         libc.calls.clear()
-    assert libc.calls == [(MMAP, expected), (TRIM, 4096), "malloc_trim(0)"]
+    assert libc.calls == [(MMAP_MAX, expected), (TOP_PAD, 5000), (TRIM, 4096), "malloc_trim(0)"]
 
 
 def test_only_the_last_user_in_the_process_puts_them_back(libc):
@@ -89,26 +101,11 @@ def test_only_the_last_user_in_the_process_puts_them_back(libc):
     assert libc.calls == TUNED + RESTORED
 
 
-def test_a_run_may_hold_them_across_its_epochs(libc):
-    _environment.tune_malloc()
-    for _ in range(3):
-        with training_environment(1):
-            assert libc.calls == TUNED
-    restore_malloc()
-    assert libc.calls == TUNED + RESTORED
-
-
 def test_the_next_run_raises_them_again(libc):
     for _ in range(2):
         with tuned_malloc():
             pass
     assert libc.calls == 2 * (TUNED + RESTORED)
-
-
-def test_one_threshold_alone_is_not_raised(libc):
-    libc.accepts = False
-    with tuned_malloc():
-        assert libc.calls == TUNED[:1]
 
 
 def test_nothing_happens_where_the_thresholds_adapt_by_themselves(libc, monkeypatch):
@@ -142,8 +139,8 @@ with _environment._lock:
     pid = os.fork()
 if pid == 0:
     signal.alarm(20)
-    with _environment.tuned_malloc():
-        os._exit(7)
+    _environment.tune_malloc()
+    os._exit(7)
 print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 """
     done = subprocess.run(
@@ -152,31 +149,66 @@ print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
     assert done.stdout == "7\n"
 
 
-def page_faults():
-    """Return what one tensor of 1 MiB costs, typically, that is made and freed again."""
+def page_faults(what, times=30):
+    """What it costs, typically, to do something again and again."""
     import resource
 
     counts = []
-    for _ in range(41):
+    for _ in range(times):
         counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
-        torch.zeros(2**18)
-    return statistics.median(after - before for before, after in itertools.pairwise(counts))
+        what()
+    settled = counts[times // 2 :]  # memory comes to lie where it fits
+    return statistics.median(after - before for before, after in itertools.pairwise(settled))
 
 
-def tuned_page_faults():
-    with training_environment(1):
-        return page_faults()
+def tuned_page_faults(what, times=30):
+    with tuned_malloc():
+        return page_faults(what, times)
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="for glibc only")
-def test_a_worker_under_a_nanny_keeps_its_memory():
+def small_tensor():
+    torch.zeros(2**18)
+
+
+def tensors_beyond_any_threshold():
+    return [torch.zeros(12 * 2**20) for _ in range(3)]
+
+
+def step_beyond_one_heap():
+    """Together its tensors are larger than the 64 MiB that a heap of a thread has."""
+    convolutions = [nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2)]
+    net = nn.Sequential(*convolutions, nn.Dropout(0.25), nn.Flatten(), nn.Linear(9216, 10))
+    net(torch.zeros(128, 1, 28, 28)).sum().backward()
+
+
+@pytest.fixture(scope="module")
+def nannied():
+    """A client of a worker under a nanny, which trains in a thread that is not the main one."""
     options = {"n_workers": 1, "threads_per_worker": 1, "dashboard_address": None}
     no_port = {"scheduler_kwargs": {"dashboard_address": ":0"}}
     with LocalCluster(**options, **no_port) as cluster, Client(cluster) as client:
-        untuned = client.submit(page_faults).result()
-        tuned = client.submit(tuned_page_faults).result()
-    assert untuned > 200  # 256 pages of 4 KiB
+        yield client
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="for glibc only")
+@pytest.mark.parametrize("what", [small_tensor, step_beyond_one_heap, tensors_beyond_any_threshold])
+def test_a_worker_under_a_nanny_keeps_its_memory(nannied, what):
+    untuned = nannied.submit(page_faults, what, 10, pure=False).result()
+    tuned = nannied.submit(tuned_page_faults, what, pure=False).result()
+    assert untuned > 200  # a mebibyte has 256 pages of 4 KiB
     assert tuned < 20
+
+
+def resident(_=None):
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * 4096
+
+
+def test_what_was_kept_goes_back_to_the_kernel(nannied):
+    before = nannied.submit(resident, pure=False).result()
+    nannied.submit(tuned_page_faults, step_beyond_one_heap, 10, pure=False).result()
+    after = nannied.submit(resident, pure=False).result()
+    assert after - before < 64 * 2**20
 
 
 def test_torch_gets_its_threads_in_this_block():
@@ -188,7 +220,7 @@ def test_torch_gets_its_threads_in_this_block():
 
 def test_torch_threads_are_put_back_after_an_exception():
     before = torch.get_num_threads()
-    with pytest.raises(ZeroDivisionError), training_environment(before + 1):
+    with pytest.raises(ZeroDivisionError), torch_threads(before + 1):
         1 / 0  # noqa: B018
     assert torch.get_num_threads() == before
 
