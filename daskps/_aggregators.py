@@ -13,7 +13,7 @@ Reader = Callable[[int, int], np.ndarray]
 CHUNK = 65_536
 
 
-def combine(readers: Sequence[Reader], divisor: float, out: np.ndarray) -> None:
+def combine(readers: Sequence[Reader], divisor: float, out: np.ndarray) -> bool:
     """Add contributions in the given order, chunk by chunk, and divide once.
 
     The order is that of the ranks, whoever came first, so that the bits do not depend on it.
@@ -27,7 +27,14 @@ def combine(readers: Sequence[Reader], divisor: float, out: np.ndarray) -> None:
         The sum of the weights for a mean, 1 for a sum.
     out : ndarray
         Takes the result.
+
+    Returns
+    -------
+    bool
+        Whether all values of the result are finite: looked at here, once and where they are in a
+        cache, instead of by every rank.
     """
+    finite = True
     for start in range(0, len(out), CHUNK):
         total = out[start : start + CHUNK]
         stop = start + len(total)
@@ -37,3 +44,5 @@ def combine(readers: Sequence[Reader], divisor: float, out: np.ndarray) -> None:
             np.add(total, part, out=total)
         if divisor != 1:
             np.true_divide(total, divisor, out=total)
+        finite = finite and bool(np.isfinite(total).all())
+    return finite

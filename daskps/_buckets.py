@@ -104,9 +104,10 @@ class GradientExchange:
         """
         if self._n_pushed and weight != self._weight:
             raise _not_foreseen(f"counted {self._weight:g} in backward and {weight:g} after it")
+        before = self._channel.n_not_finite
         results = self._results(weight, loss)
-        # One look at the sums; who is to blame is asked only if they are nobody's mean any more.
-        self.diverged = not all(is_finite(result) for result in results) and weight > 0 and self._is_bad()
+        # Who is to blame is asked only if a result is nobody's mean any more.
+        self.diverged = self._channel.n_not_finite > before and weight > 0 and self._is_bad()
         losses = [
             bucket.take(combined)
             for bucket, combined in zip(self._buckets, results, strict=True)
@@ -131,7 +132,7 @@ class GradientExchange:
         return [self._channel.pull() for _ in self._buckets]
 
     def _is_bad(self) -> bool:
-        return not all(is_finite(bucket.values) for bucket in self._buckets)
+        return not all(np.isfinite(bucket.values).all() for bucket in self._buckets)
 
     def _push(self, bucket: Bucket, weight: float, loss: float) -> None:
         self._pack(bucket, weight, loss)
@@ -182,12 +183,6 @@ class GradientExchange:
         start, n_bytes = self._taken, size * np.dtype(dtype).itemsize
         self._taken += _lines(n_bytes)
         return self._room[start : start + n_bytes].view(dtype)
-
-
-def is_finite(values: np.ndarray) -> bool:
-    """Whether no value is NaN or infinite, by their sum."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        return bool(np.isfinite(values.sum()))
 
 
 def _lines(n_bytes: int) -> int:

@@ -216,27 +216,33 @@ class RoundServer:
     def _answer(self, contributions: list[Contribution], arrived: dict[int, float]) -> None:
         complete = max(arrived.values())
         counted = [c for c in contributions if c.weight > 0]
-        result = self._combined(counted)
+        result, finite = self._combined(counted)
         dtype = counted[0].dtype if counted else "float64"
-        for rank, link in by_rank(self._links):
+        # Who came last first: this thread runs on a core that a rank left which came early, and the
+        # kernel would put it aside there for that rank before the others have their answers.
+        for rank in reversed(arrived):
+            link = self._links[rank]
             narrow = counted[0].narrow if counted and link.wire_dtype is not None else 0
-            link.answer(Answer(len(result), dtype, complete, complete - arrived[rank], narrow), result)
+            waited = complete - arrived[rank]
+            link.answer(Answer(len(result), dtype, complete, waited, narrow, finite), result)
 
-    def _combined(self, counted: list[Contribution]) -> np.ndarray:
+    def _combined(self, counted: list[Contribution]) -> tuple[np.ndarray, bool]:
+        """The result, and whether all of it is finite."""
         if not counted:
-            return np.empty(0)
+            return np.empty(0), True
         first = counted[0]
         out = self._room(first)
         readers = [self._links[c.rank].reader(c) for c in counted]
-        combine(readers, sum(c.weight for c in counted) if first.reduction == "mean" else 1.0, out)
-        self._round_as_sent(out[: first.narrow])
-        return out
+        finite = combine(readers, sum(c.weight for c in counted) if first.reduction == "mean" else 1.0, out)
+        return out, self._round_as_sent(out[: first.narrow]) and finite
 
-    def _round_as_sent(self, values: np.ndarray) -> None:
-        """All ranks get the same, also those to whom nothing is sent."""
+    def _round_as_sent(self, values: np.ndarray) -> bool:
+        """All ranks get the same, also those to whom nothing is sent; returns whether it is finite."""
         sent = any(link.wire_dtype is not None for link in self._links.values())
-        if len(values) and sent and self.wire_dtype is not None:
-            round_in_place(values, self.wire_dtype)
+        if not len(values) or not sent or self.wire_dtype is None:
+            return True
+        round_in_place(values, self.wire_dtype)
+        return bool(np.isfinite(values).all())
 
     def _room(self, c: Contribution) -> np.ndarray:
         """Where the result goes."""

@@ -56,6 +56,8 @@ class Channel(Protocol):
 
     kind: str
     traffic: Traffic
+    n_not_finite: int
+    """How many results had a value that is NaN or infinite."""
 
     def allocate(self, size: int, dtype: str) -> np.ndarray:
         """Room for values that are to be pushed; all rooms of a channel may be the same memory."""
@@ -114,6 +116,7 @@ class SocketChannel:
 
     def _prepare(self, ticket: Ticket, capacity: int, patience: float, wire_dtype: str | None) -> None:
         self.traffic = Traffic()
+        self.n_not_finite = 0
         self._ticket = ticket
         self._capacity = capacity
         self._patience = patience
@@ -174,7 +177,7 @@ class SocketChannel:
         with self._speaking():
             begun = perf_counter()
             offset = self._announce(values, weight, reduction, narrow)
-            answer = self._answer()
+            answer = self._next_answer()
             return self._result(answer, offset), self._waited(answer, begun)
 
     @contextmanager
@@ -228,6 +231,11 @@ class SocketChannel:
         self._sock.sendall(header)
         for part in parts:
             self._sock.sendall(part.data.cast("B"))
+
+    def _next_answer(self) -> Answer:
+        answer = self._answer()
+        self.n_not_finite += not answer.finite
+        return answer
 
     def _answer(self) -> Answer:
         header = self._receive(_wire.ANSWER_BYTES)
@@ -309,7 +317,7 @@ class SharedMemoryChannel(SocketChannel):
     def pull(self) -> np.ndarray:
         begun = perf_counter()
         with self._speaking():
-            answer = self._answer()
+            answer = self._next_answer()
             result = self._result(answer, self._places.popleft())
         self._note(perf_counter() - begun, self._waited(answer, begun))
         return result
@@ -393,6 +401,7 @@ class NoChannel:
     """World size 1: nobody to exchange with."""
 
     kind = "none"
+    n_not_finite = 0  # what is its own, a rank can look at itself
 
     def __init__(self) -> None:
         self.traffic = Traffic()

@@ -14,7 +14,7 @@ from daskps._spec import DTYPES, REDUCTIONS, Contribution
 from daskps.exceptions import DaskpsError, InvalidMessageError
 
 _PUSH = struct.Struct("<32sIIQdBBQQQ")
-_ANSWER = struct.Struct("<BBQQddH")
+_ANSWER = struct.Struct("<BBBQQddH")
 
 PUSH_BYTES = _PUSH.size
 ANSWER_BYTES = _ANSWER.size
@@ -40,6 +40,8 @@ class Answer:
         Seconds between the arrival of the rank's contribution and that moment.
     narrow : int
         How many of the values, from the first, come in the run's wire dtype.
+    finite : bool
+        Whether no value is NaN or infinite.
     """
 
     size: int
@@ -47,6 +49,7 @@ class Answer:
     complete: float
     waited: float
     narrow: int = 0
+    finite: bool = True
 
 
 def pack_push(c: Contribution) -> bytes:
@@ -95,13 +98,14 @@ def unpack_push(header: bytes) -> Contribution:
 def pack_answer(answer: Answer) -> bytes:
     """The header of a result."""
     dtype = DTYPES.index(answer.dtype)
-    return _ANSWER.pack(0, dtype, answer.size, answer.narrow, answer.complete, answer.waited, 0)
+    a = answer
+    return _ANSWER.pack(0, dtype, a.finite, a.size, a.narrow, a.complete, a.waited, 0)
 
 
 def pack_refusal(error: BaseException) -> bytes:
     """What the server sends instead of a result."""
     text = f"{type(error).__name__}\n{error}".encode()[:_MOST_TEXT]
-    return _ANSWER.pack(1, 0, 0, 0, 0.0, 0.0, len(text)) + text
+    return _ANSWER.pack(1, 0, 0, 0, 0, 0.0, 0.0, len(text)) + text
 
 
 def text_bytes(header: bytes) -> int:
@@ -111,7 +115,7 @@ def text_bytes(header: bytes) -> int:
 
 def following_bytes(header: bytes) -> int:
     """How many bytes of text or values follow the header of an answer."""
-    _, dtype, size, narrow, _, _, n_text = _ANSWER.unpack(header)
+    _, dtype, _, size, narrow, _, _, n_text = _ANSWER.unpack(header)
     return int(n_text) + sent_bytes(size, DTYPES[dtype], narrow)
 
 
@@ -122,11 +126,11 @@ def sent_bytes(size: int, dtype: str, narrow: int) -> int:
 
 def unpack_answer(header: bytes, text: bytes) -> Answer:
     """Read an answer; a refusal is raised as the error that it names."""
-    refused, dtype, size, narrow, complete, waited, _ = _ANSWER.unpack(header)
+    refused, dtype, finite, size, narrow, complete, waited, _ = _ANSWER.unpack(header)
     if refused:
         kind, _, reason = text.decode(errors="replace").partition("\n")
         raise error_of(kind, reason)
-    return Answer(size, DTYPES[dtype], complete, waited, narrow)
+    return Answer(size, DTYPES[dtype], complete, waited, narrow, bool(finite))
 
 
 def error_of(kind: str, reason: str) -> DaskpsError:

@@ -50,6 +50,22 @@ def test_nan_that_counts_is_not_hidden():
     assert np.isnan(weighted((1, [np.nan]), (1, [1.0]))).all()
 
 
+@pytest.mark.parametrize(
+    ("values", "finite"),
+    [([1, 2], True), ([], True), ([np.nan, 1], False), ([np.inf, -np.inf], False), ([1, np.inf], False)],
+)
+def test_it_tells_whether_the_result_is_finite(values, finite):
+    readers = [reader(np.array(values, "float64"))] * 2
+    assert combine(readers, 2.0, np.empty(len(values))) is finite
+
+
+@pytest.mark.parametrize("place", [0, CHUNK, 2 * CHUNK])
+def test_it_looks_at_every_chunk(place):
+    values = np.ones(2 * CHUNK + 1, "float32")
+    values[place] = np.inf
+    assert combine([reader(values)], 1.0, np.empty_like(values)) is False
+
+
 def test_what_the_result_held_before_does_not_count():
     out = np.array([np.nan, np.inf])
     combine([reader(np.ones(2)), reader(np.ones(2))], 2.0, out)

@@ -14,6 +14,8 @@ from daskps.exceptions import DaskpsError
 class Recorder:
     """A channel without other ranks that notes what happens."""
 
+    n_not_finite = 0
+
     def __init__(self, events):
         self.events = events
         self.pushed = []

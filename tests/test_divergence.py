@@ -11,7 +11,6 @@ from nets import CNN3, BadGradient, BadLoss
 from reference import fit_daskps, make_net, xy
 
 from daskps import DistributedCNNClassifier, DivergenceError
-from daskps._buckets import is_finite
 
 MODES = ["batch", "epoch"]
 CASES = [(1, "batch"), (2, "batch"), (2, "epoch"), (2, 1)]
@@ -80,11 +79,3 @@ def test_batches_in_which_nothing_counts_are_no_divergence(client, sync_every):
     with dask.config.set({"daskps.on-divergence": "raise"}):
         ours = DistributedCNNClassifier(net, client=client, n_workers=2, sync_every=sync_every)
         assert len(ours.fit(X, y, sample_weight=weights).history_) == 3
-
-
-@pytest.mark.parametrize(
-    ("values", "finite"),
-    [([1, 2], True), ([], True), ([np.nan, 1], False), ([np.inf, -np.inf], False), ([1, np.inf], False)],
-)
-def test_a_sum_tells(values, finite):
-    assert is_finite(np.array(values, "float32")) is finite

@@ -229,6 +229,17 @@ class TestResult:
             assert traffic.wait_seconds >= 0
             assert traffic.sync_seconds >= 0
 
+    @roads
+    def test_results_that_are_not_finite_are_counted(self, kinds):
+        def rank_does(rank, channel):
+            counts = []
+            for value in (1.0, np.nan, np.inf, 2.0):
+                channel.push_pull(np.array([1.0, value if rank else 1.0]), 1.0, "mean")
+                counts.append(channel.n_not_finite)
+            return counts
+
+        assert side_by_side(2, rank_does, kinds=kinds) == [[0, 1, 2, 2]] * 2
+
 
 class TestManyRanks:
     @roads

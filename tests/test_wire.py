@@ -67,7 +67,7 @@ class TestRoundTrip:
 
     @pytest.mark.parametrize("answer", [
         Answer(1000, "float32", 12.25, 0.5), Answer(0, "float64", 1e9, 0.0),
-        Answer(2**64 - 1, "float64", 0.1, 1e-9),
+        Answer(2**64 - 1, "float64", 0.1, 1e-9), Answer(10, "float32", 1.0, 0.5, 8, finite=False),
     ])  # fmt: skip
     def test_answer_arrives_as_it_was(self, answer):
         assert answered(_wire.pack_answer(answer)) == answer
