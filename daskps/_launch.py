@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import uuid
@@ -208,7 +209,12 @@ class Run:
     def _send(self, opening: Opening) -> Future:
         key = f"daskps-state-{uuid.uuid4().hex}"
         scatter = partial(self.client.scatter, workers=self.addresses, broadcast=True, hash=False)
-        return self.watch.sync(scatter, {key: opening}, asynchronous=True)[key]
+
+        async def send() -> Future:
+            # Cut off, it would leave values on the workers that nobody releases.
+            return (await asyncio.shield(scatter({key: opening}, asynchronous=True)))[key]
+
+        return self.watch.sync(send)
 
     def _submit(self, task: Callable, order: Order, sent: Future | None) -> Future:
         rank = order.ticket.rank
