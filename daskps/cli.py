@@ -95,7 +95,7 @@ def _check_files(options: argparse.Namespace) -> None:
     if options.plot:
         from daskps._drawing import pyplot
 
-        known = pyplot().figure().canvas.get_supported_filetypes()
+        known = pyplot().Figure().canvas.get_supported_filetypes()
         kind = os.path.splitext(options.plot)[1].lstrip(".")
         if kind and kind not in known:  # without one matplotlib draws a PNG
             raise ValueError(
