@@ -109,10 +109,11 @@ class Run:
         Raises
         ------
         RunAbortedError
-            If the run has ended.
+            If the run has ended, or the client has lost its scheduler.
         ClusterTooSmallError
             If no worker is left, and none came within ``daskps.timeouts.workers``.
         """
+        self.watch.refuse_a_lost_scheduler()
         known = self.watch.generation
         renew = getattr(self.client.scheduler, RENEW)
         members = self.watch.ask(renew, run_id=self.run_id, join=join)
@@ -202,7 +203,8 @@ class Run:
             return self._collect(futures, on_steps)
         finally:
             # Dask would compute again what a lost worker held, and wait for ever for the address.
-            self.client.cancel([future for future in futures if not future.done()])
+            if self.client.status == "running":  # closed, it would raise instead of what was raised
+                self.client.cancel([future for future in futures if not future.done()])
             for future in futures:
                 future.release()
 

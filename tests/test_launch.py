@@ -383,19 +383,20 @@ def test_a_client_that_closes_frees_its_workers(client, cluster, session_client)
             assert len(after.addresses) == 4
 
 
-def test_a_client_that_closes_in_the_middle_of_a_fit(client, cluster):
+@pytest.mark.parametrize("hook", ["on_epoch_end", "on_batch_end"])
+def test_a_client_that_closes_in_the_middle_of_a_fit(client, cluster, hook):
     """Its ranks leave, and the fit ends with an error instead of never."""
     gone = Client(cluster, set_as_default=False)
     closing = []
 
-    class Closes(Callback):
-        def on_epoch_end(self, net, **kwargs):
-            if not closing:
-                closing.append(gone.close())
+    def close(self, net, **kwargs):
+        if not closing:
+            closing.append(gone.close())
 
+    callback = type("Closes", (Callback,), {hook: close})()
     X, y = xy(120, 3)
-    with pytest.raises(Exception, match=r"."):
-        fit_seeded(gone, small_net(callbacks=[Closes()]), X, y)
+    with pytest.raises(DaskpsError, match="the client lost its scheduler, it is 'closed' now"):
+        fit_seeded(gone, small_net(callbacks=[callback]), X, y)
     assert fit_seeded(client, small_net(), X, y).report_.world_size == 4
 
 
