@@ -35,7 +35,16 @@ def check(client: Client | str | None = None) -> CheckReport:
     Returns
     -------
     CheckReport
-        ``ok`` is whether nothing is bad; printed, it is a table with a remedy for what is.
+        ``ok`` is whether nothing is bad; printed, it is a table with a remedy for what is. Its
+        ``findings`` have ``what`` was looked at, what was ``found``, a ``remedy``, and whether it is
+        ``bad``.
+
+    Raises
+    ------
+    OSError
+        If nobody answers at the address.
+    TypeError, ValueError
+        If ``client`` is no client and no address.
     """
     with client_for(client) as used:
         return CheckReport(_findings_of(used))

@@ -19,6 +19,7 @@ import dask
 import distributed.utils
 from dask.system import cpu_count
 from distributed import Client, LocalCluster, worker_client
+from distributed.comm import get_address_host
 
 from daskps import _folds
 from daskps._process import in_pool, in_task
@@ -61,11 +62,17 @@ def client_for(client: Client | str | None) -> Iterator[Client]:
         at the end of the block or, in a search, of the search; or None for the current client and,
         where there is none, this process's private cluster.
 
+    Raises
+    ------
+    TypeError, ValueError
+        If it is none of these, or no address.
+
     Notes
     -----
     Inside a Dask task the thread secedes for the length of the block, whichever client is used:
     the tasks of the fit may need the very thread that waits for them.
     """
+    _check_client(client)
     with ExitStack() as stack:
         own = stack.enter_context(worker_client()) if in_task() else None
         if isinstance(client, str):
@@ -73,6 +80,22 @@ def client_for(client: Client | str | None) -> Iterator[Client]:
         else:
             used = client or own or _current_client() or _private_client()
         yield _usable(used)
+
+
+def _check_client(client: Any) -> None:
+    if isinstance(client, str):
+        try:
+            get_address_host(client)
+        except ValueError as error:  # a Client would raise it too, and then its process would never end
+            raise ValueError(
+                f"The 'client' parameter must be an address such as 'tcp://host:8786', got {client!r}"
+                f" instead: {error}."
+            ) from error
+    elif not isinstance(client, Client | None):
+        raise TypeError(
+            "The 'client' parameter must be a distributed.Client, the address of a scheduler or None, got"
+            f" {client!r} instead."
+        )
 
 
 @contextmanager

@@ -87,6 +87,11 @@ def on_ranks(callback: Callback) -> OnRanks:
     OnRanks
         To be given to the net in place of the callback.
 
+    Raises
+    ------
+    TypeError
+        If it is no callback; a class is none.
+
     Examples
     --------
     >>> from skorch.callbacks import Callback
@@ -96,6 +101,8 @@ def on_ranks(callback: Callback) -> OnRanks:
     ...             parameter.data.clamp_(-1, 1)
     >>> callbacks = [("clamp", on_ranks(ClampWeights()))]
     """
+    if not isinstance(callback, Callback):
+        raise TypeError(f"on_ranks needs a skorch.callbacks.Callback, an instance, got {callback!r}.")
     return OnRanks(callback)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from dask.delayed import Delayed
 from distributed import Client
 from sklearn.base import BaseEstimator
 from sklearn.utils import assert_all_finite
@@ -21,7 +22,7 @@ from sklearn.utils.validation import (
     column_or_1d,
     validate_data,
 )
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from daskps._weights import sample_weights
 
@@ -55,6 +56,11 @@ def is_dask(values: Any) -> bool:
     return hasattr(values, _DASK)
 
 
+def is_frame(values: Any) -> bool:
+    """Whether this is a dask data frame or series."""
+    return is_dask(values) and not isinstance(values, Delayed) and hasattr(values, "to_dask_array")
+
+
 def check_fit(
     estimator: BaseEstimator, X: Any, y: Any, classes: Any, sample_weight: Any, client: Client | None
 ) -> TrainingData:
@@ -71,9 +77,9 @@ def check_fit(
     """
     goes_on = classes is not None and hasattr(estimator, "n_features_in_")
     with client.as_current() if client is not None else nullcontext():
-        y, sample_weight = _local(y), _local(sample_weight)
+        y, sample_weight = local(y), local(sample_weight)
         X = check_X(estimator, X, reset=not goes_on)
-    y = _check_y(estimator, _labels_of(X) if y is None and isinstance(X, Dataset) else y)
+    y = _check_y(estimator, labels_of(X) if y is None and isinstance(X, Dataset) else y)
     _check_lengths(X, y)
     if sample_weight is not None:
         sample_weight = _check_sample_weight(sample_weight, y, ensure_non_negative=True)
@@ -95,21 +101,24 @@ def check_X(estimator: BaseEstimator, X: Any, reset: bool) -> Any:
         If it is none of these, or not what the estimator was fitted on.
     """
     if isinstance(X, Dataset):
+        _check_dataset(X)
         return X
     if isinstance(X, dict) and not hasattr(X, "shape"):  # some sparse matrices are dicts too
+        if not X:
+            raise ValueError("X is a dict without any array.")
         return {name: _check_part(name, part) for name, part in X.items()}
     if not is_dask(X):
-        return _check_array(estimator, _local(X), reset)
-    if getattr(X, "ndim", 0) > 1:
+        return _check_array(estimator, local(X), reset)
+    if not isinstance(X, Delayed) and getattr(X, "ndim", 0) > 1:  # a Delayed has every attribute
         _check_features(estimator, X, reset)
-    if hasattr(X, "to_dask_array"):
+    if is_frame(X):
         X = X.to_dask_array(lengths=True) if reset else X.to_dask_array()
     return _check_dask(X, reset)
 
 
 def _check_features(estimator: BaseEstimator, X: Any, reset: bool) -> None:
     """Note number and names of the features of a dask collection, or compare them."""
-    seen = X.head(1, npartitions=-1) if hasattr(X, "to_dask_array") else X
+    seen = X.head(1, npartitions=-1) if is_frame(X) else X
     _check_feature_names(estimator, seen, reset=reset)
     _check_n_features(estimator, seen, reset=reset)
 
@@ -129,19 +138,32 @@ def _check_y(estimator: BaseEstimator, y: Any) -> np.ndarray:
         raise ValueError(f"{type(estimator).__name__} requires y to be passed, but the target y is None.")
     y = column_or_1d(y, warn=True)
     assert_all_finite(y, input_name="y")
+    _check_one_kind(y)
     check_classification_targets(y)
     return y
 
 
 def _check_part(name: Any, part: Any) -> np.ndarray:
-    return _plain(check_array(_local(part), dtype="numeric", allow_nd=True, input_name=f"X[{name!r}]"))
+    return _plain(check_array(local(part), dtype="numeric", allow_nd=True, input_name=f"X[{name!r}]"))
 
 
 def _plain(X: np.ndarray) -> np.ndarray:
     """The rows as torch takes them: in native byte order, at most doubles, no negative strides."""
+    if X.dtype.kind not in "fiub":
+        X = _numbers(X)
     too_long = X.dtype.kind == "f" and X.dtype.itemsize > 8
     X = X.astype(np.float64 if too_long else X.dtype.newbyteorder("="), copy=False)
     return X.copy() if min(X.strides) < 0 else X
+
+
+def _numbers(X: np.ndarray) -> np.ndarray:
+    """What scikit-learn lets pass as objects: columns of several kinds, integers that no dtype can hold."""
+    try:
+        numbers = X.astype(np.float64)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"X has the dtype {X.dtype}, numbers are needed: {error}") from error
+    assert_all_finite(numbers, input_name="X")
+    return numbers
 
 
 def _check_lengths(X: Any, y: np.ndarray) -> None:
@@ -152,9 +174,33 @@ def _check_lengths(X: Any, y: np.ndarray) -> None:
         raise ValueError(f"The dataset X has {len(X)} items, y has {len(y)} labels.")  # type: ignore[arg-type]
 
 
-def _labels_of(dataset: Any) -> np.ndarray:
+def _check_dataset(dataset: Any) -> None:
+    """Refuse a torch dataset whose rows cannot be dealt to workers."""
+    name = type(dataset).__name__
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        raise TypeError(f"X is a {name} without a length or rows by number: pass a map-style Dataset.")
+    if not len(dataset):
+        raise ValueError(f"X is a {name} with 0 items: at least 1 is needed.")
+    item = dataset[0]
+    if not isinstance(item, (tuple, list)) or len(item) != 2:
+        what = f"{len(item)} part(s)" if isinstance(item, (tuple, list)) else f"a {type(item).__name__}"
+        raise ValueError(f"Items of the dataset X have to be pairs (X, y), those of {name} are {what}.")
+
+
+def labels_of(dataset: Any) -> np.ndarray:
     """The labels that a map-style dataset brings along."""
     return np.array([np.asarray(dataset[row][1]).item() for row in range(len(dataset))])
+
+
+def _check_one_kind(y: np.ndarray) -> None:
+    if y.dtype.kind != "O":
+        return
+    kinds = {type(label): label for label in y}
+    try:
+        sorted(kinds.values())
+    except TypeError as error:
+        names = sorted(kind.__name__ for kind in kinds)
+        raise TypeError(f"Labels have to be of one kind, those of y are {names}: {error}") from error
 
 
 def _refuse_one_class(estimator: BaseEstimator, labels: np.ndarray) -> None:
@@ -179,7 +225,7 @@ def encode(y: np.ndarray, labels: np.ndarray) -> np.ndarray:
     return np.searchsorted(labels, y).astype(np.int64)
 
 
-def _local(values: Any) -> Any:
+def local(values: Any) -> Any:
     """Dask collections and tensors as numpy arrays; anything else as it is."""
     if is_dask(values):
         values = values.compute()
@@ -194,7 +240,7 @@ def _check_dask(X: Any, known_lengths: bool) -> Any:
 
     Where the lengths of chunks have to be known and are not, it is computed, on the cluster.
     """
-    if not hasattr(X, "chunks"):
+    if isinstance(X, Delayed) or not hasattr(X, "chunks"):
         raise TypeError(
             f"X must be an array or a data frame, of numpy, torch, pandas or dask, a dict of arrays or a"
             f" torch Dataset, got {type(X).__name__}."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import uuid
@@ -108,10 +109,11 @@ class Run:
         Raises
         ------
         RunAbortedError
-            If the run has ended.
+            If the run has ended, or the client has lost its scheduler.
         ClusterTooSmallError
             If no worker is left, and none came within ``daskps.timeouts.workers``.
         """
+        self.watch.refuse_a_lost_scheduler()
         known = self.watch.generation
         renew = getattr(self.client.scheduler, RENEW)
         members = self.watch.ask(renew, run_id=self.run_id, join=join)
@@ -201,14 +203,20 @@ class Run:
             return self._collect(futures, on_steps)
         finally:
             # Dask would compute again what a lost worker held, and wait for ever for the address.
-            self.client.cancel([future for future in futures if not future.done()])
+            if self.client.status == "running":  # closed, it would raise instead of what was raised
+                self.client.cancel([future for future in futures if not future.done()])
             for future in futures:
                 future.release()
 
     def _send(self, opening: Opening) -> Future:
         key = f"daskps-state-{uuid.uuid4().hex}"
         scatter = partial(self.client.scatter, workers=self.addresses, broadcast=True, hash=False)
-        return self.watch.sync(scatter, {key: opening}, asynchronous=True)[key]
+
+        async def send() -> Future:
+            # Cut off, it would leave values on the workers that nobody releases.
+            return (await asyncio.shield(scatter({key: opening}, asynchronous=True)))[key]
+
+        return self.watch.sync(send)
 
     def _submit(self, task: Callable, order: Order, sent: Future | None) -> Future:
         rank = order.ticket.rank

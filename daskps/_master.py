@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -136,7 +137,12 @@ def check_module(net: NeuralNetClassifier, rows: Any, n_classes: int) -> Any:
             output = net.evaluation_step((values, None))
     except Exception as error:
         raise ValueError(f"The net's module cannot take rows of X, {_described(rows)}: {error}") from error
-    first = output[0] if isinstance(output, tuple) else output
+    first = output[0] if isinstance(output, tuple) and output else output
+    if not isinstance(first, torch.Tensor):
+        raise ValueError(
+            f"The net's module returns a {type(first).__name__}: a tensor is needed, or a tuple that begins"
+            " with one."
+        )
     width = first.shape[1] if first.ndim > 1 else 1
     if isinstance(net, NeuralNetBinaryClassifier):
         if n_classes > 2:
@@ -209,8 +215,10 @@ def check_steps(net: NeuralNetClassifier, n_rows: int) -> None:
     Raises
     ------
     ValueError
-        If ``drop_last`` drops all rows, or there are none.
+        If ``drop_last`` drops all rows, or there are none, or ``max_epochs`` is no number of epochs.
     """
+    if not isinstance(net.max_epochs, Integral):
+        raise ValueError(f"max_epochs must be an integer, got {net.max_epochs!r}.")
     batching = _loading.batching(net, True)
     if not len(batching.sizes(n_rows)):
         raise ValueError(

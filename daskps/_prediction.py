@@ -19,7 +19,9 @@ from daskps._late import Late
 def probabilities(net: NeuralNetClassifier, n_classes: int, X: Any) -> np.ndarray:
     """(n_samples, n_classes) probabilities, whatever the net's criterion."""
     result = _quiet(net).predict_proba(InputCast.of(net.module_).array(X))
-    if not np.allclose(result.sum(axis=1), 1, atol=0.01):
+    if np.isnan(result).any():
+        warnings.warn("The net's output is NaN: its training diverged, or X has such values.", stacklevel=3)
+    elif not np.allclose(result.sum(axis=1), 1, atol=0.01):
         warnings.warn(
             f"Rows of predict_proba do not sum to 1: with predict_nonlinearity={net.predict_nonlinearity!r}"
             f" and {type(net.criterion_).__name__}, skorch does not know how to make probabilities of what"
@@ -46,8 +48,8 @@ def lazy_probabilities(net: NeuralNetClassifier, n_classes: int, X: Any) -> Any:
     from dask import delayed
 
     # One task makes the predictor, and Dask brings it once to every worker, not once to every chunk.
-    predictor = delayed(Late(__name__, "Predictor"), pure=True)(freeze(net), n_classes)
     dtype = _numpy_dtype(net)
+    predictor = delayed(Late(__name__, "Predictor"), pure=True)(freeze(net), n_classes, dtype)
     return X.map_blocks(
         Late(__name__, "_predict_block"),
         predictor,
@@ -77,20 +79,23 @@ def labels(net: NeuralNetClassifier, probabilities: np.ndarray, classes: np.ndar
 class Predictor:
     """A frozen net that thaws where it is used for the first time."""
 
-    def __init__(self, frozen: bytes, n_classes: int) -> None:
+    def __init__(self, frozen: bytes, n_classes: int, dtype: np.dtype) -> None:
         self._frozen = frozen
         self._n_classes = n_classes
+        self._dtype = dtype
         self._net: NeuralNetClassifier | None = None
         self._lock = threading.Lock()
 
     def __call__(self, X: np.ndarray) -> np.ndarray:
-        """Predict one chunk."""
+        """Predict one chunk, which may be empty."""
+        if not len(X):
+            return np.empty((0, self._n_classes), self._dtype)
         with self._lock:
             self._net = self._net or thaw(self._frozen)
         return probabilities(self._net, self._n_classes, X)
 
     def __reduce__(self) -> tuple:
-        return Predictor, (self._frozen, self._n_classes)
+        return Predictor, (self._frozen, self._n_classes, self._dtype)
 
     def __sizeof__(self) -> int:
         return len(self._frozen)

@@ -319,7 +319,9 @@ def scatter(client: Client, name: str, values: Sequence[Any], addresses: Sequenc
             client.scatter({key: value}, workers=[address], hash=False, asynchronous=True)
             for key, value, address in zip(keys, values, addresses, strict=True)
         ]
-        return [futures[key] for key, futures in zip(keys, await asyncio.gather(*sent), strict=True)]
+        # Cut off, it would leave values on the workers that nobody releases.
+        done = await asyncio.shield(asyncio.gather(*sent))
+        return [futures[key] for key, futures in zip(keys, done, strict=True)]
 
     return client.sync(send_all)
 

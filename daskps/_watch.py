@@ -62,7 +62,7 @@ class Watch:
         try:
             event = self._events.get(timeout=max(0.0, min(seconds, _LOOK_SECONDS)))
         except queue.Empty:
-            self._refuse_a_lost_scheduler()
+            self.refuse_a_lost_scheduler()
             return None
         if event.get("generation", self.generation) != self.generation:
             return None
@@ -71,6 +71,16 @@ class Watch:
         if "ended" in event:
             raise RunAbortedError(event["ended"])
         return event
+
+    def refuse_a_lost_scheduler(self) -> None:
+        """Say so if the client has lost its scheduler: what it says itself differs from call to call.
+
+        Raises
+        ------
+        RunAbortedError
+        """
+        if self._client.status != "running":
+            raise RunAbortedError(f"the client lost its scheduler, it is {self._client.status!r} now")
 
     def sync(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
         """Run a coroutine function on the client's event loop, as ``Client.sync`` does.
@@ -127,7 +137,7 @@ class Watch:
         try:
             return self._events.get(timeout=_LOOK_SECONDS)
         except queue.Empty:
-            self._refuse_a_lost_scheduler()
+            self.refuse_a_lost_scheduler()
             return {}
 
     @contextmanager
@@ -146,10 +156,6 @@ class Watch:
         deadline = monotonic() + _NEWS_SECONDS
         while monotonic() < deadline:
             self.next(deadline - monotonic())
-
-    def _refuse_a_lost_scheduler(self) -> None:
-        if self._client.status != "running":
-            raise RunAbortedError(f"the client lost its scheduler, it is {self._client.status!r} now")
 
 
 def _release(futures: list[Future]) -> None:

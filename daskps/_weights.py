@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -29,16 +30,30 @@ def sample_weights(given: np.ndarray | None, class_weight: Any, y: np.ndarray) -
     """
     weights = np.ones(len(y)) if given is None else given
     if class_weight is not None:
-        factors = compute_sample_weight(class_weight, y)
-        if not (np.isfinite(factors) & (factors >= 0)).all():
-            raise ValueError(
-                "The 'class_weight' parameter must hold finite numbers that are not negative, got"
-                f" {class_weight!r} instead."
-            )
-        weights = weights * factors
+        weights = weights * compute_sample_weight(_checked(class_weight), y)
     if not weights.any():
         raise ValueError(f"No row counts: with class_weight={class_weight!r} every row has the weight 0.")
     return None if (weights == weights[0]).all() else weights
+
+
+def _checked(class_weight: Any) -> Any:
+    if isinstance(class_weight, str) and class_weight == "balanced":
+        return class_weight
+    if not isinstance(class_weight, dict):
+        raise ValueError(
+            "The 'class_weight' parameter must be None, 'balanced' or a dict, got"
+            f" {class_weight!r} instead."
+        )
+    if not all(_is_weight(weight) for weight in class_weight.values()):
+        raise ValueError(
+            "The 'class_weight' parameter must hold finite numbers that are not negative, got"
+            f" {class_weight!r} instead."
+        )
+    return class_weight
+
+
+def _is_weight(value: Any) -> bool:
+    return isinstance(value, Real) and 0 <= float(value) < np.inf
 
 
 class WeightedRows(Dataset):

@@ -287,6 +287,10 @@ class _Epoch:
                 self._hook("on_epoch_end")
         except KeyboardInterrupt as error:  # of a callback; Dask would take it for its own and end
             raise StoppedError("a callback on a rank stopped the training") from error
+        except SystemExit as error:  # would end the worker, and the next one that repeats the epoch
+            exited = DaskpsError(f"The net's code left by SystemExit({error.code!r}).")
+            self._blame(exited)
+            raise exited from error
         except Exception as error:
             self._blame(error)
             raise
@@ -425,6 +429,8 @@ class _Epoch:
     def _blame(self, error: Exception) -> None:
         ticket = self.order.ticket
         where = f"step {self.step + 1} of {len(self.shard.sizes)}"
+        if self.step < 0:
+            where = "before the first step"
         if self.trained:
             where = "after the last step"
         error.add_note(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from numbers import Integral
 from time import perf_counter
@@ -13,9 +13,11 @@ import cloudpickle
 import numpy as np
 from distributed import Client, span
 from sklearn.base import BaseEstimator, ClassifierMixin, clone
+from sklearn.metrics import accuracy_score
 from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted
 from skorch import NeuralNetClassifier
+from torch.utils.data import Dataset
 
 from daskps import _folds, _hooks, _inputs, _master, _prediction, config
 from daskps._claims import claimed
@@ -103,7 +105,7 @@ class DistributedCNNClassifier(ClassifierMixin, BaseEstimator):
         self.on_worker_lost = on_worker_lost
         self.random_state = random_state
 
-    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> DistributedCNNClassifier:
+    def fit(self, X: Any, y: Any = None, sample_weight: Any = None) -> DistributedCNNClassifier:
         """Train on X and y, from new weights.
 
         With ``net__warm_start=True`` training goes on from the last fit, or from the state of an
@@ -112,9 +114,11 @@ class DistributedCNNClassifier(ClassifierMixin, BaseEstimator):
         Parameters
         ----------
         X : array of shape (n_samples, ...)
-            A numpy array, a torch tensor, or a dask array, whose chunks stay on the cluster.
+            Of numpy, torch or dask, whose chunks stay on the cluster; a data frame of pandas, polars or
+            dask; a list of rows; a dict of arrays; or a torch ``Dataset`` of pairs (X, y).
         y : array of shape (n_samples,)
-            Labels of any kind that scikit-learn takes for classification.
+            Labels of any kind that scikit-learn takes for classification. Only a ``Dataset`` brings
+            its own along.
         sample_weight : array of shape (n_samples,), optional
             What a row counts in the training loss: 2 is as good as having it twice in its batch.
             The validation loss is not weighted.
@@ -143,7 +147,7 @@ class DistributedCNNClassifier(ClassifierMixin, BaseEstimator):
         return self
 
     def partial_fit(
-        self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None
+        self, X: Any, y: Any = None, classes: Any = None, sample_weight: Any = None
     ) -> DistributedCNNClassifier:
         """Train for ``max_epochs`` more, from where the last fit ended.
 
@@ -219,6 +223,25 @@ class DistributedCNNClassifier(ClassifierMixin, BaseEstimator):
             return _prediction.lazy_probabilities(self.net_, len(self.classes_), X)
         return _prediction.probabilities(self.net_, len(self.classes_), X)
 
+    def score(self, X: Any, y: Any = None, sample_weight: Any = None) -> float:
+        """The accuracy of `predict`. Dask collections are computed, by ``client`` if it is a ``Client``.
+
+        Parameters
+        ----------
+        X, y
+            As in `fit`.
+        sample_weight : array of shape (n_samples,), optional
+            What a row counts.
+
+        Returns
+        -------
+        float
+        """
+        with self.client.as_current() if isinstance(self.client, Client) else nullcontext():
+            predicted, y, sample_weight = map(_inputs.local, (self.predict(X), y, sample_weight))
+        y = _inputs.labels_of(X) if y is None and isinstance(X, Dataset) else y
+        return float(accuracy_score(y, predicted, sample_weight=sample_weight))
+
     def _fit(self, start: Start, X: Any, y: Any, classes: Any, sample_weight: Any) -> None:
         """Everything that `fit` and `partial_fit` share."""
         clock = Stopwatch()
@@ -227,10 +250,15 @@ class DistributedCNNClassifier(ClassifierMixin, BaseEstimator):
         resume = resumes(self.on_worker_lost)
         with ExitStack() as stack:
             stack.enter_context(_folds.fitting())
-            stack.enter_context(span("daskps"))  # how Dask's dashboard calls a fit
+            in_span = span("daskps")  # how Dask's dashboard calls a fit
+            frames = _inputs.is_frame(X) or _inputs.is_frame(y)
+            if not frames:  # in a span they warn that they ignore it
+                stack.enter_context(in_span)
             on_cluster = _inputs.is_dask(X) or _inputs.is_dask(y)
             client = stack.enter_context(client_for(self.client)) if on_cluster else None
             data = _inputs.check_fit(self, X, y, classes, sample_weight, client)
+            if frames:
+                stack.enter_context(in_span)
             job = replace(prepare(start, data, every), resume=resume)
             clock.lap("checks")
             client = client or stack.enter_context(client_for(self.client))
@@ -346,10 +374,8 @@ def steps_between_rounds(sync_every: str | int) -> int | None:
     ValueError
         If ``sync_every`` is not 'batch', 'epoch' or an integer >= 1.
     """
-    if sync_every == "batch":
-        return 0
-    if sync_every == "epoch":
-        return None
+    if isinstance(sync_every, str) and sync_every in ("batch", "epoch"):
+        return 0 if sync_every == "batch" else None
     if _is_count(sync_every):
         return int(sync_every)
     raise ValueError(

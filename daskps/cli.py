@@ -10,6 +10,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import daskps
+
 EPOCHS = {"digits": 20, "fashion-mnist": 3}
 DATA = ("digits", "fashion-mnist", "synthetic")
 
@@ -93,9 +95,16 @@ def _check_files(options: argparse.Namespace) -> None:
     if options.plot:
         from daskps._drawing import pyplot
 
-        pyplot()
+        known = pyplot().Figure().canvas.get_supported_filetypes()
+        kind = os.path.splitext(options.plot)[1].lstrip(".")
+        if kind and kind not in known:  # without one matplotlib draws a PNG
+            raise ValueError(
+                f"cannot draw to {options.plot}: {kind!r} is none of {', '.join(sorted(known))}."
+            )
     for file in filter(None, (options.json, options.plot)):
         folder = os.path.dirname(os.path.abspath(file))
+        if os.path.isdir(file):
+            raise ValueError(f"cannot write {file}: it is a folder.")
         if not os.access(folder, os.W_OK):
             raise ValueError(f"cannot write {file}: {folder} is no folder that can be written to.")
 
@@ -106,6 +115,7 @@ def _note(line: str) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="daskps", description="Train one network on a Dask cluster.")
+    parser.add_argument("--version", action="version", version=f"daskps {daskps.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     _add_demo(commands)
     _add_speedup(commands)
@@ -118,9 +128,17 @@ def _add_demo(commands: Any) -> None:
         "demo", help="train a CNN in one process and on a local cluster, and compare"
     )
     command.set_defaults(run=_demo)
-    command.add_argument("--data", choices=sorted(EPOCHS), default="digits")
-    command.add_argument("--workers", type=_positive, default=2, metavar="K")
-    command.add_argument("--epochs", type=_positive, default=None, metavar="N")
+    add = command.add_argument
+    add("--data", choices=sorted(EPOCHS), default="digits", help="what to train on; %(default)s by default")
+    add(
+        "--workers",
+        type=_positive,
+        default=2,
+        metavar="K",
+        help="of one thread each; %(default)s by default",
+    )
+    epochs = ", ".join(f"{n} for {data}" for data, n in EPOCHS.items())
+    add("--epochs", type=_positive, metavar="N", help=f"of each training; by default {epochs}")
 
 
 def _add_check(commands: Any) -> None:
@@ -140,13 +158,18 @@ def _add_speedup(commands: Any) -> None:
     )
     command.set_defaults(run=_speedup)
     add = command.add_argument
-    add("--data", choices=DATA, default="digits")
+    add("--data", choices=DATA, default="digits", help="what to train on; %(default)s by default")
     add("--rows", type=_positive, metavar="N", help="training rows; all by default")
-    add("--grid", type=_list(_cell), default=[(1, 1), (2, 1)], metavar="KxT,...", help="workers x threads")
-    add("--sync", type=_list(_mode), default=["batch", "epoch", 8], metavar="MODE,...")
-    add("--batch-size", type=_positive, default=32, metavar="N")
-    add("--epochs", type=_positive, default=1, metavar="N")
-    add("--repeats", type=_positive, default=3, metavar="N", help="turns, in each of which all run once")
+    grid, modes = "1x1,2x1", "batch,epoch,8"
+    what = "workers x threads of each; %(default)s by default"
+    add("--grid", type=_list(_cell), default=grid, metavar="KxT,...", help=what)
+    what = "batch, epoch or numbers of steps between averages; %(default)s by default"
+    add("--sync", type=_list(_mode), default=modes, metavar="MODE,...", help=what)
+    what = "rows of an optimizer step; %(default)s by default"
+    add("--batch-size", type=_positive, default=32, metavar="N", help=what)
+    add("--epochs", type=_positive, default=1, metavar="N", help="of a fit; %(default)s by default")
+    what = "turns, in each of which all run once; %(default)s by default"
+    add("--repeats", type=_positive, default=3, metavar="N", help=what)
     add(
         "--fit",
         type=_list(_positive),

@@ -139,6 +139,8 @@ class SpeedupModel:
         ValueError
             If there is no report, one has no epoch, or they differ in ``sync_every``.
         """
+        if not reports:
+            raise ValueError("there is no report to fit to: pass at least one.")
         modes = {report.sync_every for report in reports}
         if len(modes) != 1:
             raise ValueError(f"reports must have one sync_every in common, got {sorted(map(str, modes))}.")
@@ -162,7 +164,17 @@ class SpeedupModel:
         Returns
         -------
         SpeedupModel
+
+        Raises
+        ------
+        ValueError
+            If there is not one time for each K, or a K below 2.
         """
+        if np.shape(n_workers) != np.shape(sync_seconds) or np.any(np.less(n_workers, 2)):
+            raise ValueError(
+                "n_workers must be numbers >= 2 with one of sync_seconds each, got"
+                f" {n_workers!r} and {sync_seconds!r}."
+            )
         K, sync = _arrays(n_workers, sync_seconds)
         _check_seconds("sync_seconds", sync)
         (s0, s1), s_covariance, s_notes = _fit_sync(K, sync)

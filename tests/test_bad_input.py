@@ -117,7 +117,9 @@ def test_a_column_of_labels(client):
 # Parameters of the estimator
 
 
-@pytest.mark.parametrize("given", [0, -1, 1.5, "step", True, False, None, [1], np.nan], ids=repr)
+@pytest.mark.parametrize(
+    "given", [0, -1, 1.5, "step", True, False, None, [1], np.ones(2), np.nan], ids=repr
+)
 def test_sync_every(refused, given):
     message = refused(ValueError, sync_every=given)
     assert says(message, "'sync_every'", "'batch', 'epoch' or an integer >= 1", repr(given))

@@ -1,9 +1,11 @@
+import itertools
 import json
 import signal
 
 import pytest
 from experiments import outcome_of
 
+import daskps
 from daskps import _trial, cli
 from daskps._experiment import Cell, Plan
 from daskps._trial import Trial
@@ -16,6 +18,22 @@ def parsed(*arguments):
 @pytest.fixture
 def without_clusters(monkeypatch):
     monkeypatch.setattr(_trial, "in_a_process", outcome_of)
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as left:
+        cli.main(["--version"])
+    assert left.value.code == 0
+    assert capsys.readouterr().out == f"daskps {daskps.__version__}\n"
+
+
+@pytest.mark.parametrize("command", ["demo", "speedup", "check"])
+def test_help_explains_every_option(capsys, command):
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    lines = capsys.readouterr().out.partition("options:")[2].splitlines()
+    bare = [a for a, b in itertools.pairwise([*lines, "  -"]) if a[2:3] == "-" and b[2:3] == "-"]
+    assert [line for line in bare if "  " not in line.strip()] == []
 
 
 class TestSpeedupArguments:
@@ -100,6 +118,8 @@ class TestSpeedup:
         [
             (["--fit", "1,4"], "--fit names [4] workers, which are not in --grid"),
             (["--json", "/no/such/folder/f.json"], "/no/such/folder is no folder that can be written to"),
+            (["--json", "/"], "cannot write /: it is a folder"),
+            (["--plot", "speedup.foo"], "cannot draw to speedup.foo: 'foo' is none of"),
         ],
     )
     def test_refuses_before_it_measures(self, monkeypatch, capsys, arguments, message):

@@ -76,6 +76,19 @@ def test_an_address_is_connected_to_for_the_block(cluster):
     assert used.status == "closed"
 
 
+@pytest.mark.parametrize("address", ["scheduler", "", "tcp://", "tcp://host:port", "foo://127.0.0.1:1"])
+def test_what_is_no_address_is_refused_at_once(address, monkeypatch):
+    """Dask's client would keep the process from ending."""
+    monkeypatch.setattr("daskps._cluster.Client.__init__", pytest.fail)
+    with pytest.raises(ValueError, match=r"'client' .* such as 'tcp://host:8786'"), client_for(address):
+        pass
+
+
+def test_what_is_no_client_is_refused_at_once(cluster):
+    with pytest.raises(TypeError, match=r"'client' .* got LocalCluster"), client_for(cluster):
+        pass
+
+
 def test_an_address_is_left_after_an_exception(cluster):
     with pytest.raises(ZeroDivisionError), client_for(cluster.scheduler_address) as used:
         1 / 0  # noqa: B018

@@ -1,8 +1,11 @@
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import dask
 import pytest
+import yaml
 
 from daskps import config
 from daskps._spec import Rules
@@ -28,6 +31,14 @@ def test_timeouts_are_positive_numbers_of_seconds(key):
 def test_durations_are_read_as_dask_reads_them(value, expected):
     with dask.config.set({"daskps.timeouts.workers": value}):
         assert config.seconds("timeouts.workers") == expected
+
+
+def test_documentation_lists_every_setting_with_its_default():
+    page = Path(__file__).parents[1] / "docs" / "quickstart.md"
+    rows = re.findall(r"^\| `daskps\.([a-z.-]+)` \| ([^|]+) \|", page.read_text(), re.MULTILINE)
+    defaults = yaml.safe_load(Path(config.__file__).with_name("daskps.yaml").read_text())["daskps"]
+    timeouts = {f"timeouts.{name}": value for name, value in defaults.pop("timeouts").items()}
+    assert {key: yaml.safe_load(default) for key, default in rows} == {**defaults, **timeouts}
 
 
 def test_setting_of_the_user_wins():

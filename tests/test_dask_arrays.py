@@ -318,6 +318,20 @@ def test_names_on_the_dashboard(client, cluster):
         }
 
 
+def test_a_frame_warns_of_nothing(client, monkeypatch):
+    """Its own computations ignore the span of a fit, and dask would say so."""
+    dd = pytest.importorskip("dask.dataframe")
+    pd = pytest.importorskip("pandas")
+    X, y = digits(60, np.float32)
+    frame = dd.from_pandas(pd.DataFrame(X.reshape(60, -1)), npartitions=3)
+    net = make_net(Flat, module__n_in=64, module__n_out=10, train_split=None, max_epochs=1)
+    monkeypatch.setattr("dask.dataframe.dask_expr._collection._WARN_ANNOTATIONS", True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Dask annotations")
+        ours = fit_daskps(client, net, frame, dd.from_pandas(pd.Series(y), npartitions=2), n_workers=2)
+    assert sum(entry.rows for entry in ours.report_.ranks) == 60
+
+
 def test_names_of_what_is_sent(client, monkeypatch):
     X, y = digits(203, np.float32)
     sent = []

@@ -93,6 +93,11 @@ class TestOnRanks:
         net.fit(torch.ones(6, 2).numpy(), torch.tensor([0, 1, 2] * 2).numpy())
         assert net.module_.weight.abs().max() <= 0.011
 
+    @pytest.mark.parametrize("given", [3, None, GradientNormClipping], ids=repr)
+    def test_needs_a_callback(self, given):
+        with pytest.raises(TypeError, match=r"on_ranks needs .* an instance, got"):
+            on_ranks(given)
+
     def test_parameters_of_the_callback_stay_within_reach(self):
         net = net_for(on_ranks(GradientNormClipping(1.0)))
         assert net.get_params()["callbacks__c0__callback__gradient_clip_value"] == 1.0

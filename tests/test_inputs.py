@@ -84,6 +84,11 @@ class TestLabels:
         with pytest.raises(ValueError, match=message):
             check(images(), y)
 
+    @pytest.mark.parametrize("y", [["a", 1, None] * 2, [1, "a", 2.5] * 2])
+    def test_of_several_kinds_are_named(self, y):
+        with pytest.raises(TypeError, match=r"Labels .* one kind, those of y are \[.*'int'.*'str'\]"):
+            check(images(), np.array(y, object))
+
     def test_that_are_declared_may_be_absent(self):
         data = check(images(2), ["eel", "cat"], classes=["dog", "eel", "cat"])
         assert data.classes.tolist() == ["cat", "dog", "eel"]
@@ -136,6 +141,17 @@ class TestRows:
         assert data.X.dtype.kind == "f"
         assert data.X.tolist() == [[1.0] * 4] * 6
 
+    def test_integers_that_no_dtype_holds_become_doubles(self):
+        data = check([[10**30, 1]] * 6, LABELS)
+        assert data.X.dtype == np.float64
+        assert data.X.tolist() == [[1e30, 1.0]] * 6
+
+    def test_columns_of_strings_are_refused_with_their_dtype(self):
+        pd = pytest.importorskip("pandas")
+        X = pd.DataFrame({"a": pd.Categorical(["u", "v"] * 3), "b": np.ones(6)})
+        with pytest.raises(ValueError, match=r"X has the dtype object, numbers are needed: .*'u'"):
+            check(X, LABELS)
+
     @pytest.mark.parametrize("view", [
         lambda X: X[::-1], lambda X: X[..., ::-1], np.asfortranarray, lambda X: X.astype(">f4"),
     ], ids=["reversed", "mirrored", "fortran", "big-endian"])  # fmt: skip
@@ -162,6 +178,46 @@ class TestRows:
         X = images()
         X.flags.writeable = False
         assert check(X, LABELS).X is X
+
+
+class Items(torch.utils.data.Dataset):
+    def __init__(self, *items):
+        self.items = items
+
+    def __len__(self):
+        return len(self.items)
+
+    def __getitem__(self, row):
+        return self.items[row]
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter([(torch.ones(2), 0)])
+
+
+class TestDatasets:
+    def test_bring_their_labels_along(self):
+        X = Items(*[(torch.ones(2), label) for label in LABELS])
+        data = check(X, None)
+        assert data.X is X
+        assert data.y.tolist() == LABELS
+
+    @pytest.mark.parametrize("y", [None, LABELS])
+    @pytest.mark.parametrize(("X", "error", "message"), [
+        (Stream(), TypeError, "Stream without a length"),
+        (Items(), ValueError, "Items with 0 items"),
+        (Items(*[(torch.ones(2),)] * 6), ValueError, r"pairs \(X, y\), those of Items are 1 part\(s\)"),
+        (Items(*[torch.ones(2)] * 6), ValueError, r"pairs \(X, y\), those of Items are a Tensor"),
+    ], ids=["stream", "empty", "X only", "no pair"])  # fmt: skip
+    def test_whose_rows_cannot_be_dealt_are_one_clear_error(self, X, error, message, y):
+        with pytest.raises(error, match=message):
+            check(X, y)
+
+
+def test_dict_without_an_array_is_an_error():
+    with pytest.raises(ValueError, match="dict without any array"):
+        check({}, LABELS)
 
 
 class TestDask:
@@ -198,6 +254,8 @@ class TestDask:
     def test_collections_of_another_kind_are_refused_by_name(self):
         with pytest.raises(TypeError, match=r"X must be an array .* got Bag"):
             check(dask.bag.from_sequence([1, 2]), LABELS)
+        with pytest.raises(TypeError, match=r"X must be an array .* got Delayed"):
+            check(dask.delayed(images)(), LABELS)
 
 
 class TestWeights:

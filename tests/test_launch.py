@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import queue
 import signal
 import sys
 import threading
@@ -16,7 +18,7 @@ import pytest
 import torch
 from conftest import local_cluster
 from distributed import Client, SubprocessCluster
-from nets import CNN3, Boom, Gated, Logged, read
+from nets import CNN3, Boom, Gated, Leaves, Logged, read
 from probes import leftovers, wait_until
 from reference import identical, make_net, separable, state, xy
 from sklearn.base import clone
@@ -26,9 +28,19 @@ from sklearn.preprocessing import FunctionTransformer
 from skorch.callbacks import Callback
 
 import daskps
-from daskps import ClusterTooSmallError, DistributedCNNClassifier, InstallationError
-from daskps._launch import open_run
+from daskps import (
+    ClusterTooSmallError,
+    DaskpsError,
+    DistributedCNNClassifier,
+    InstallationError,
+    WorkerLostError,
+    config,
+    on_ranks,
+)
+from daskps._launch import Run, open_run
+from daskps._sources import scatter
 from daskps._spec import HELLO, SCHEDULER_PLUGIN, WORKER_PLUGIN
+from daskps._watch import Watch
 
 MODES = ["batch", "epoch"]
 
@@ -169,6 +181,56 @@ def test_all_ranks_raise(client):
     X[0, 0, 0, 0] = 0
     with pytest.raises(ValueError, match="boom"):
         fit_seeded(client, net, X, y, n_workers=3)
+
+
+def test_a_rank_that_would_leave_its_process(client, session_client):
+    """The worker lives on, and the error says what happened there."""
+    X, y = xy(90, 3)
+    before = set(workers(session_client))
+    X[40, 0, 0, 0] = 99
+    with pytest.raises(DaskpsError, match=r"left by SystemExit\(3\)") as caught:
+        fit_seeded(client, small_net(module=Leaves), X, y, n_workers=2)
+    assert any(note.startswith("Raised on rank") for note in caught.value.__notes__)
+    assert set(workers(session_client)) == before
+
+
+class FailsAtTheBeginning(Callback):
+    def on_epoch_begin(self, net, **kwargs):
+        raise ValueError("boom")
+
+
+def test_a_rank_that_raises_before_its_first_step(client):
+    X, y = xy(90, 3)
+    net = small_net(callbacks=[("c", on_ranks(FailsAtTheBeginning()))])
+    with pytest.raises(ValueError, match="boom") as caught:
+        fit_seeded(client, net, X, y, n_workers=1)
+    assert "Raised on rank 0 of 1, epoch 1, before the first step." in caught.value.__notes__
+
+
+@pytest.mark.parametrize("send", [
+    lambda watch, address: scatter(watch, "shard", [np.ones(3)], [address]),
+    lambda watch, address: Run(watch, watch, "run", [address], config.rules())._send(b"state"),
+], ids=["rows", "state"])  # fmt: skip
+def test_what_is_cut_off_on_its_way_is_not_left_on_the_cluster(client, cluster, monkeypatch, send):
+    """The scheduler places values although nobody waits for them any more."""
+    events, cut, placed = queue.SimpleQueue(), threading.Event(), threading.Event()
+    lost = {"lost": "worker left", "worker": "tcp://a", "run_id": "run", "round": 0}
+    place = cluster.scheduler.handlers["scatter"]
+
+    async def slow(*args, **kwargs):
+        events.put(lost)
+        await asyncio.to_thread(cut.wait, 20)
+        result = await place(*args, **kwargs)
+        placed.set()
+        return result
+
+    before = leftovers(client)
+    monkeypatch.setitem(cluster.scheduler.handlers, "scatter", slow)
+    with pytest.raises(WorkerLostError):
+        send(Watch(client, events), workers(client)[0])
+    cut.set()
+    wait_until(placed.is_set)
+    wait_until(lambda: leftovers(client) <= before, what=lambda: f"left: {leftovers(client) - before}")
 
 
 class Interrupts(Callback):
@@ -321,19 +383,20 @@ def test_a_client_that_closes_frees_its_workers(client, cluster, session_client)
             assert len(after.addresses) == 4
 
 
-def test_a_client_that_closes_in_the_middle_of_a_fit(client, cluster):
+@pytest.mark.parametrize("hook", ["on_epoch_end", "on_batch_end"])
+def test_a_client_that_closes_in_the_middle_of_a_fit(client, cluster, hook):
     """Its ranks leave, and the fit ends with an error instead of never."""
     gone = Client(cluster, set_as_default=False)
     closing = []
 
-    class Closes(Callback):
-        def on_epoch_end(self, net, **kwargs):
-            if not closing:
-                closing.append(gone.close())
+    def close(self, net, **kwargs):
+        if not closing:
+            closing.append(gone.close())
 
+    callback = type("Closes", (Callback,), {hook: close})()
     X, y = xy(120, 3)
-    with pytest.raises(Exception, match=r"."):
-        fit_seeded(gone, small_net(callbacks=[Closes()]), X, y)
+    with pytest.raises(DaskpsError, match="the client lost its scheduler, it is 'closed' now"):
+        fit_seeded(gone, small_net(callbacks=[callback]), X, y)
     assert fit_seeded(client, small_net(), X, y).report_.world_size == 4
 
 

@@ -163,6 +163,16 @@ class TestCheck:
         with pytest.raises(ValueError, match=f"has {width} outputs, y has 3 classes"):
             check(net)
 
+    @pytest.mark.parametrize(("pack", "kind"), [(dict, "dict"), (list, "list"), (tuple, "tuple")])
+    def test_output_that_is_no_tensor_is_refused_by_its_type(self, pack, kind):
+        class Packed(nn.Linear):
+            def forward(self, X):
+                return pack()
+
+        net = _master.build(net_for(module=Packed(8, 3)))
+        with pytest.raises(ValueError, match=f"returns a {kind}: a tensor is needed"):
+            _master.check_module(net, torch.ones(2, 8), 3)
+
     def test_rows_that_the_module_cannot_take_are_refused_with_their_shape(self):
         X = np.ones((20, 1, 5, 5), "float32")
         with pytest.raises(ValueError, match=r"shape \(1, 5, 5\) and dtype float32: .*shapes"):
@@ -198,6 +208,11 @@ class TestCheck:
 
     def test_sum_of_losses_in_batch_mode_passes(self):
         check(net_for(criterion__reduction="sum"), every=0)
+
+    @pytest.mark.parametrize("epochs", [1.5, "3", None])
+    def test_epochs_that_are_no_number_are_refused(self, epochs):
+        with pytest.raises(ValueError, match=f"max_epochs must be an integer, got {epochs!r}"):
+            check(net_for(max_epochs=epochs))
 
     def test_fit_without_a_step_is_refused_with_its_numbers(self):
         net = net_for(batch_size=32, iterator_train__drop_last=True)

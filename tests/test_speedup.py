@@ -198,6 +198,12 @@ class TestFromReport:
         assert model.s0 == pytest.approx(4.0)
         assert model.seconds_per_batch(2) == pytest.approx(18 / 2 + 4 / (2 * 8))
 
+    @pytest.mark.parametrize(("K", "seconds"), [([2], [0.1, 0.2]), ([1, 2], [0.1, 0.2]), (2, [0.1])])
+    def test_rounds_need_their_numbers_of_workers(self, K, seconds):
+        model = SpeedupModel(c0=0, c1=1, s0=0, s1=0, batch_size=8)
+        with pytest.raises(ValueError, match="numbers >= 2 with one of sync_seconds each"):
+            model.with_sync(K, seconds)
+
     def test_rounds_that_were_measured_elsewhere_can_be_put_in(self):
         alone = SpeedupModel.from_report(
             report_of(1, compute=18.0), report_of(1, batch_size=16, compute=10.0)
@@ -212,7 +218,7 @@ class TestFromReport:
             SpeedupModel.from_report(FitReport(2, "batch", 32))
         with pytest.raises(ValueError, match=r"one sync_every in common, got \['8', 'batch'\]"):
             SpeedupModel.from_report(report_of(2), report_of(2, 8))
-        with pytest.raises(ValueError, match="one sync_every in common"):
+        with pytest.raises(ValueError, match="no report to fit to"):
             SpeedupModel.from_report()
 
 

@@ -64,7 +64,12 @@ class TestSampleWeights:
     def test_that_undo_each_other_are_none(self):
         assert sample_weights(np.array([5, 5, 5, 1.0]), {"b": 5}, self.y) is None
 
-    @pytest.mark.parametrize("class_weight", [{"a": -1}, {"a": float("nan")}, {"a": float("inf")}])
+    @pytest.mark.parametrize("class_weight", ["Balanced", [1, 2], 3])
+    def test_of_classes_in_another_form_are_refused(self, class_weight):
+        with pytest.raises(ValueError, match=r"'class_weight' .* None, 'balanced' or a dict, got"):
+            sample_weights(None, class_weight, self.y)
+
+    @pytest.mark.parametrize("class_weight", [{"a": w} for w in ("b", -1, np.nan, np.inf)])
     def test_of_classes_that_are_no_weights_are_refused(self, class_weight):
         with pytest.raises(ValueError, match=r"'class_weight' .* finite numbers that are not negative"):
             sample_weights(None, class_weight, self.y)
