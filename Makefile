@@ -2,7 +2,7 @@
 # Nothing but Python 3.11 or newer, with its venv module, has to be there.
 #
 #   make demo   [DEMO_ARGS='--data fashion-mnist --epochs 3']
-#   make test   [PYTEST_ARGS='tests/test_server.py -x']
+#   make test   [PYTEST_ARGS='tests/test_server.py -x -n 0']
 #   make chaos      faults at every moment of a fit; CHAOS=all for all combinations
 #   make soak       a thousand short fits, after which no process may hold more   [SOAK_ARGS='--fits 300']
 #   make lint | docs | format | clean
@@ -44,8 +44,9 @@ demo: $(STAMP)
 test chaos soak: export OMP_NUM_THREADS := 1
 test chaos soak: export OPENBLAS_NUM_THREADS := 1
 test chaos soak: export MKL_NUM_THREADS := 1
+# Half of the time a test waits, for a process that starts or for the other ranks: two files at once.
 test: $(STAMP)
-	$(BIN)/python -m pytest --ignore=tests/test_chaos.py $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --ignore=tests/test_chaos.py $(PYTEST_ARGS)
 
 # Every two of phase, event, mode and transport together once; with CHAOS=all all combinations, which takes
 # half an hour. Not a part of `make test`: workers that are killed take long to come back on a busy machine.

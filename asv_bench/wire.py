@@ -23,7 +23,7 @@ import peers
 from distributed import Client, LocalCluster, Security, get_worker
 from distributed.deploy.subprocess import SubprocessCluster
 
-CNN = 421_642  # parameters of the CNN in peers.py
+CNN = 421_642  # parameters of the CNN in benchmarks/nets.py
 SIZES = (1, 10_000, CNN, 1_000_000, 10_000_000)
 WORLDS = (1, 2, 4, 8)
 MODEL = 10_000_000  # parameters, for memory and pings

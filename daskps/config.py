@@ -15,6 +15,10 @@ TRANSPORTS = ("auto", "shared-memory", "comm")
 WIRE_DTYPES = (None, "bfloat16", "float16")
 ON_DIVERGENCE = ("warn", "raise", "ignore")
 
+# How one writes None in an environment variable, or in a file that one takes for Python. YAML's own null
+# and an empty value in a file are None already.
+NONE = ("", "none", "null")
+
 
 def get(key: str) -> Any:
     """The value of ``daskps.<key>``."""
@@ -52,6 +56,8 @@ def rules() -> Rules:
 
 def _one_of(key: str, allowed: tuple) -> Any:
     value = get(key)
+    if None in allowed and str(value).lower() in NONE:
+        return None
     if value not in allowed:
         raise ValueError(f"daskps.{key} must be one of {allowed}, got {value!r} instead.")
     return value

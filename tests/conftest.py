@@ -25,8 +25,19 @@ def local_cluster(**options):
 
 
 @pytest.fixture(scope="session")
-def cluster():
-    """Four worker processes; importing torch in them costs more than most tests do."""
+def fork_server():
+    """Workers are forked from a process that has imported torch, which costs more than most tests do."""
+    from distributed.utils import get_mp_context
+
+    with dask.config.set({"distributed.worker.multiprocessing-method": "forkserver"}):
+        # Dask sets a list of its own at the first call, without torch.
+        get_mp_context().set_forkserver_preload(["distributed", "torch", "skorch", "daskps._worker"])
+        yield
+
+
+@pytest.fixture(scope="session")
+def cluster(fork_server):
+    """Four worker processes."""
     with local_cluster(n_workers=N_WORKERS, processes=True) as cluster:
         yield cluster
 

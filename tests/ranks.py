@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import logging
 import os
 import socket
 import threading
@@ -153,6 +154,21 @@ def no_new_fds(before):
         return not new_fds(before)
 
     wait_until(is_true, what=lambda: f"left: {new_fds(before)}")
+
+
+@contextlib.contextmanager
+def dask_leaves_nothing(caplog):
+    """No descriptor, and no word of Dask that it found something dangling."""
+    before = fds()
+    logger = logging.getLogger("distributed")
+    logger.addHandler(caplog.handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(caplog.handler)
+    no_new_fds(before)
+    records = [record for phase in ("call", "teardown") for record in caplog.get_records(phase)]
+    assert [record.getMessage() for record in records if record.levelno >= logging.WARNING] == []
 
 
 def round_threads():

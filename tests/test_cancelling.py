@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 
-import dask
 import pytest
 from conftest import local_cluster
 from distributed import Client
@@ -40,10 +39,11 @@ def test_a_rank_raises_in_validation(client, sync_every, k):
 
 
 @pytest.fixture
-def own_cluster(mortal_cluster):
-    with dask.config.set({"distributed.worker.multiprocessing-method": "forkserver"}):
-        cluster = local_cluster(n_workers=2, processes=True)
-    with cluster, Client(cluster, set_as_default=False) as client:
+def own_cluster(fork_server):
+    with (
+        local_cluster(n_workers=2, processes=True) as cluster,
+        Client(cluster, set_as_default=False) as client,
+    ):
         yield client
 
 

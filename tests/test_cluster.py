@@ -252,6 +252,35 @@ def test_a_script_without_a_guard_gets_one_short_error(tmp_path):
     assert len(lines) < 25
 
 
+def test_a_script_may_close_things_in_the_wrong_order_or_not_at_all(tmp_path):
+    """BR-52: it ends by itself, and nobody complains on the way."""
+    body = """
+        import numpy as np
+        from distributed import Client, LocalCluster
+        from daskps import DistributedCNNClassifier
+        from daskps.exceptions import DaskpsError
+        options = {"threads_per_worker": 1, "dashboard_address": None}
+        options["scheduler_kwargs"] = {"dashboard_address": ":0"}
+        def fit(client):
+            X, y = np.random.rand(80, 8), np.arange(80) % 2
+            clf = DistributedCNNClassifier(client=client).fit(X, y)
+            print(clf.report_.world_size)
+            return clf
+        cluster = LocalCluster(n_workers=1, processes=False, **options)
+        client = Client(cluster)
+        clf = fit(client)
+        cluster.close()
+        client.close()
+        del clf
+        try:
+            fit(client)
+        except DaskpsError as error:
+            print("closed" in str(error))
+        clf = fit(Client(LocalCluster(n_workers=2, **options)))
+    """
+    assert printed(tmp_path, body) == ["1", "True", "2"]
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_forked_child_makes_its_own(tmp_path):
     body = """

@@ -6,6 +6,7 @@ from pathlib import Path
 import dask
 import pytest
 import yaml
+from dask.config import collect_env
 
 from daskps import config
 from daskps._spec import Rules
@@ -107,7 +108,15 @@ class TestRules:
         with dask.config.set({"daskps.wire-dtype": dtype}):
             assert config.rules().wire_dtype == dtype
 
-    @pytest.mark.parametrize("dtype", ["float32", "bf16", "", 16])
+    @pytest.mark.parametrize("text", ["", "None", "none", "NULL", "null"])
+    def test_take_every_way_to_write_none(self, text):
+        """In an environment variable, which Dask reads first, and in a file."""
+        variable = {"DASK_DASKPS__WIRE_DTYPE": text}
+        for settings in (collect_env(variable), {"daskps.wire-dtype": text}):
+            with dask.config.set({"daskps.wire-dtype": "float16"}), dask.config.set(settings):
+                assert config.rules().wire_dtype is None
+
+    @pytest.mark.parametrize("dtype", ["float32", "bf16", "no", 16])
     def test_refuse_another_dtype_on_the_wire(self, dtype):
         message = r"daskps\.wire-dtype must be one of \(None, 'bfloat16', 'float16'\), got "
         with dask.config.set({"daskps.wire-dtype": dtype}), pytest.raises(ValueError, match=message):

@@ -3,14 +3,13 @@
 import asyncio
 import contextlib
 import gc
-import logging
 import socket
 import ssl
 
 import pytest
 from distributed.comm import CommClosedError, connect, listen
 from distributed.security import Security
-from ranks import fds, no_new_fds
+from ranks import dask_leaves_nothing
 
 from daskps._handover import can_be_taken, take_socket
 from daskps._links import receive_into
@@ -38,16 +37,9 @@ def options(request):
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(caplog):
-    """No descriptor, and no word of Dask that it found something dangling."""
-    before = fds()
-    logger = logging.getLogger("distributed")
-    logger.addHandler(caplog.handler)
-    yield
-    gc.collect()
-    logger.removeHandler(caplog.handler)
-    no_new_fds(before)
-    records = [record for phase in ("call", "teardown") for record in caplog.get_records(phase)]
-    assert [record.getMessage() for record in records if record.levelno >= logging.WARNING] == []
+    with dask_leaves_nothing(caplog):
+        yield
+        gc.collect()
 
 
 @contextlib.asynccontextmanager

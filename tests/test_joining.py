@@ -1,7 +1,6 @@
 """How a rank and the scheduler agree on a road: both halves, on real connections, without a cluster."""
 
 import asyncio
-import logging
 import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +11,7 @@ from distributed.comm import connect, listen
 from distributed.protocol import to_serialize
 from distributed.security import Security
 from probes import wait_until
-from ranks import RULES, RUN_ID, fds, no_new_fds, round_threads
+from ranks import RULES, RUN_ID, dask_leaves_nothing, round_threads
 
 from daskps import _joining, _sharedmemory, _transport
 from daskps._leases import Request
@@ -102,15 +101,10 @@ class Scheduler:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(caplog):
-    before, threads = fds(), round_threads()
-    logger = logging.getLogger("distributed")
-    logger.addHandler(caplog.handler)
-    yield
-    logger.removeHandler(caplog.handler)
-    assert round_threads() == threads
-    no_new_fds(before)
-    records = [record for phase in ("call", "teardown") for record in caplog.get_records(phase)]
-    assert [record.getMessage() for record in records if record.levelno >= logging.WARNING] == []
+    threads = round_threads()
+    with dask_leaves_nothing(caplog):
+        yield
+        assert round_threads() == threads
 
 
 @pytest.fixture(scope="module")
@@ -290,22 +284,28 @@ class TestRefused:
             assert use(channels, meet) == [SUM.tobytes()] * 3
 
 
+def two_of_three(road, event):
+    """What two ranks get that wait in a round for the third, which lets something happen and goes."""
+    rules, _ = road
+    with Scheduler(3) as scheduler:
+        channels = [scheduler.join(rank, rules) for rank in range(3)]
+
+        def rank_does(rank, channel):
+            if rank < 2:
+                return channel.push_pull(np.ones(3), 1.0, "mean")
+            wait_until(lambda: scheduler.run.server.missing() == [2])
+            return event(scheduler)  # and its channel is closed
+
+        return use(channels, rank_does)[:2]
+
+
 class TestFailure:
     def test_reaches_all_that_wait_on_every_road(self, road):
-        rules, _ = road
-        with Scheduler(3) as scheduler:
-            channels = [scheduler.join(rank, rules) for rank in range(3)]
+        def fail(scheduler):
+            scheduler.call(scheduler.run.rounds.fail, WorkerLostError("worker 2 left"))
+            scheduler.run.rounds._thread.join(60)
 
-            def rank_does(rank, channel):
-                if rank == 2:
-                    wait_until(lambda: scheduler.run.server.missing() == [2])
-                    scheduler.call(scheduler.run.rounds.fail, WorkerLostError("worker 2 left"))
-                    scheduler.run.rounds._thread.join(60)
-                    return None
-                return channel.push_pull(np.ones(3), 1.0, "mean")
-
-            errors = use(channels, rank_does)[:2]
-        for error in errors:
+        for error in two_of_three(road, fail):
             assert type(error) is WorkerLostError
             assert str(error) == "worker 2 left"
 
@@ -317,17 +317,7 @@ class TestFailure:
         assert [type(error) for error in errors] == [InvalidMessageError] * 2
 
     def test_of_a_rank_that_closes_ends_the_run_on_every_road(self, road):
-        rules, _ = road
-        with Scheduler(3) as scheduler:
-            channels = [scheduler.join(rank, rules) for rank in range(3)]
-
-            def rank_does(rank, channel):
-                if rank == 2:
-                    wait_until(lambda: scheduler.run.server.missing() == [2])
-                    return None  # and its channel is closed
-                return channel.push_pull(np.ones(3), 1.0, "mean")
-
-            errors = use(channels, rank_does)[:2]
+        errors = two_of_three(road, lambda scheduler: None)
         assert [type(error) for error in errors] == [RunAbortedError] * 2
 
     def test_end_of_the_run_is_seen_on_every_road(self, road):

@@ -36,14 +36,7 @@ def placeholders(client):
     return client.run_on_scheduler(waiting)
 
 
-@pytest.fixture
-def forked(mortal_cluster):
-    """New workers of any cluster are ready at once."""
-    with dask.config.set({"distributed.worker.multiprocessing-method": "forkserver"}):
-        yield
-
-
-def test_new_workers_are_used_from_the_next_epoch_on(mortals, forked):
+def test_new_workers_are_used_from_the_next_epoch_on(mortals):
     def grow():
         mortals.cluster.scale(4)
         wait_for_ready(mortals, 4)
@@ -73,7 +66,7 @@ def test_a_fit_grows_no_further_than_asked(client, session_client):
     assert ours.report_.events == []
 
 
-def test_adaptive_cluster_grows_from_nothing(forked):
+def test_adaptive_cluster_grows_from_nothing(fork_server):
     X, y = data(100)
     with local_cluster(n_workers=0, processes=True) as cluster, Client(cluster) as client:
         cluster.adapt(minimum=0, maximum=3, interval="100ms", wait_count=1)

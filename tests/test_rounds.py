@@ -112,6 +112,16 @@ def push_pull(channel, values, weight=1.0, reduction="mean"):
     return lambda: channel.push_pull(np.asarray(values), weight, reduction)
 
 
+def two_of_three(opened, kinds, event):
+    """What two ranks get that wait in a round for the third, while something happens; its channel."""
+    channels = [opened.channel(rank, kinds[rank % len(kinds)]) for rank in range(3)]
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(outcome, push_pull(channel, np.ones(3))) for channel in channels[:2]]
+        has_arrived(opened, 0, 1)
+        event()
+        return [future.result() for future in waiting], channels[2]
+
+
 # The result
 
 
@@ -597,12 +607,8 @@ class TestFailure:
     @roads
     def test_from_outside_reaches_all_that_wait(self, kinds):
         with hub(3) as opened:
-            channels = [opened.channel(rank, kinds[rank % len(kinds)]) for rank in range(3)]
-            with ThreadPoolExecutor(2) as pool:
-                waiting = [pool.submit(outcome, push_pull(channel, np.ones(3))) for channel in channels[:2]]
-                has_arrived(opened, 0, 1)
-                opened.rounds.fail(WorkerLostError("worker 2 left"))
-                errors = [future.result() for future in waiting]
+            fail = functools.partial(opened.rounds.fail, WorkerLostError("worker 2 left"))
+            errors, _ = two_of_three(opened, kinds, fail)
             opened.join()
             for error in errors:
                 assert type(error) is WorkerLostError
@@ -651,14 +657,10 @@ class TestClose:
     @pytest.mark.parametrize("kinds", [("unix",), ("tcp", "shared")])
     def test_ends_a_round_that_waits(self, kinds):
         with hub(3) as opened:
-            channels = [opened.channel(rank, kinds[rank % len(kinds)]) for rank in range(3)]
-            with ThreadPoolExecutor(2) as pool:
-                waiting = [pool.submit(outcome, push_pull(channel, np.ones(3))) for channel in channels[:2]]
-                has_arrived(opened, 0, 1)
-                opened.end()
-                assert [type(future.result()) for future in waiting] == [RunAbortedError] * 2
+            errors, third = two_of_three(opened, kinds, opened.end)
+            assert [type(error) for error in errors] == [RunAbortedError] * 2
             with pytest.raises(RunAbortedError):
-                channels[2].push_pull(np.ones(3), 1.0, "mean")
+                third.push_pull(np.ones(3), 1.0, "mean")
 
     @pytest.mark.parametrize("pair", SOCKETS)
     def test_ends_a_round_that_reads(self, pair):

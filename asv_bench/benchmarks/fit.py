@@ -9,12 +9,12 @@ from time import perf_counter
 
 import numpy as np
 import torch
-from skorch import NeuralNetClassifier
 
-from daskps import CNN, DistributedCNNClassifier
+from daskps import DistributedCNNClassifier
 from daskps.datasets import load_digits_images
 
 from .clusters import cluster, scheduler_peak_memory
+from .nets import new_net
 from .profile import PROFILE
 
 WORKERS = 2
@@ -31,34 +31,20 @@ def _enlarged(X):
     return np.pad(X.repeat(3, axis=2).repeat(3, axis=3), ((0, 0), (0, 0), (2, 2), (2, 2)))
 
 
-def new_net():
-    torch.manual_seed(0)
-    return NeuralNetClassifier(
-        CNN,
-        module__input_shape=(1, 28, 28),
-        module__n_classes=10,
-        criterion=torch.nn.CrossEntropyLoss,
-        optimizer=torch.optim.SGD,
-        optimizer__momentum=0.9,
-        lr=0.02,
-        batch_size=32,
-        max_epochs=1 + PROFILE.epochs,
-        iterator_train__shuffle=True,
-        train_split=None,
-        verbose=0,
-    )
+def net():
+    return new_net(batch_size=32, max_epochs=1 + PROFILE.epochs, lr=0.02)
 
 
 def plain_seconds(X, y):
     """An epoch of plain skorch on one core."""
     torch.set_num_threads(1)
-    net = new_net().fit(X, y)
-    return statistics.median(net.history[1:, "dur"])
+    fitted = net().fit(X, y)
+    return statistics.median(fitted.history[1:, "dur"])
 
 
 def fitted(client, sync_every, n_workers, X, y):
     clf = DistributedCNNClassifier(
-        new_net(), sync_every=sync_every, n_workers=n_workers, client=client, random_state=0
+        net(), sync_every=sync_every, n_workers=n_workers, client=client, random_state=0
     )
     return clf.fit(X, y)
 

@@ -1,23 +1,11 @@
 """Batch synchronisation beside what else two cores could do: DDP, and two loops that never talk."""
 
 import statistics
-import sys
-from pathlib import Path
 
+from .contenders import images_per_second
 from .profile import PROFILE
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # peers is a script beside this package
-
-import peers
-
-BATCH_SIZE = 32
-
-
-def images_per_second(name):
-    """Of one of the contenders in peers, in a fresh interpreter."""
-    contenders = {contender: rest for contender, *rest in peers._lineup()}
-    function, arguments, environment = contenders[name]
-    return peers._in_a_process(function, [BATCH_SIZE, PROFILE.peer_rows, *arguments], environment)
+COMPARED = ("daskps batch, shared memory", "DDP, gloo, tuned", "2 loops that never talk, tuned")
 
 
 class BatchOnTwoWorkers:
@@ -30,11 +18,8 @@ class BatchOnTwoWorkers:
     setup_cache.timeout = 3600
 
     def measure(self):
-        ours = images_per_second("daskps batch, shared memory")
-        return {
-            "ddp": ours / images_per_second("DDP, gloo, tuned"),
-            "ceiling": ours / images_per_second("2 loops that never talk, tuned"),
-        }
+        ours, ddp, ceiling = (images_per_second(name, 32, PROFILE.peer_rows) for name in COMPARED)
+        return {"ddp": ours / ddp, "ceiling": ours / ceiling}
 
     def track_ratio_to_ddp(self, results):
         return results["ddp"]

@@ -1,0 +1,215 @@
+"""What one could do with two cores to train a CNN, each way in processes of its own.
+
+What a contender needs it imports itself: whoever starts them needs no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+TUNED = {"MALLOC_TRIM_THRESHOLD_": "268435456", "MALLOC_MMAP_THRESHOLD_": "268435456"}
+
+# Name, the function below, its arguments, and whether it also runs with the tuned allocator.
+CONTENDERS: list[tuple[str, str, list, bool]] = [
+    ("skorch, 1 thread", "skorch", [1], True),
+    ("skorch, 2 threads", "skorch", [2], False),
+    ("plain loop, 1 thread", "loop", [1], True),
+    ("plain loop, 2 threads", "loop", [2], True),
+    ("2 loops that never talk", "pair", ["silent"], True),
+    ("2 loops, barrier each step", "pair", ["barrier"], True),
+    ("DDP, gloo", "pair", ["ddp"], True),
+    ("daskps batch, shared memory", "daskps", ["batch", "shared-memory"], False),
+    ("daskps batch, comm", "daskps", ["batch", "comm"], False),
+    ("daskps H=8, shared memory", "daskps", [8, "shared-memory"], False),
+    ("daskps epoch, shared memory", "daskps", ["epoch", "shared-memory"], False),
+    ("daskps epoch, comm", "daskps", ["epoch", "comm"], False),
+    # Without a cluster of the user's: daskps starts one that measures itself less often.
+    ("daskps batch, its own cluster", "daskps", ["batch", "shared-memory", "own"], False),
+    ("daskps H=8, its own cluster", "daskps", [8, "shared-memory", "own"], False),
+    ("daskps epoch, its own cluster", "daskps", ["epoch", "shared-memory", "own"], False),
+    # The same cores in one worker.
+    ("daskps batch, 1 worker of 2 threads", "daskps", ["batch", "none", "1x2"], False),
+    ("daskps epoch, 1 worker of 2 threads", "daskps", ["epoch", "none", "1x2"], False),
+]
+
+
+def _lineup() -> Iterator[tuple[str, tuple[str, list, dict[str, str]]]]:
+    for name, function, arguments, both in CONTENDERS:
+        yield name, (function, arguments, {})
+        if both:
+            yield f"{name}, tuned", (function, arguments, TUNED)
+
+
+LINEUP = dict(_lineup())
+
+
+def images_per_second(name: str, batch_size: int, n_rows: int) -> float:
+    """Let one contender run, in a fresh interpreter that starts with its variables."""
+    function, arguments, environment = LINEUP[name]
+    bare = {key: value for key, value in os.environ.items() if key not in TUNED}
+    bare |= {"OMP_WAIT_POLICY": "passive"} | environment
+    call = json.dumps([function, batch_size, n_rows, *arguments])
+    result = subprocess.run(
+        [sys.executable, "-m", "benchmarks.contenders", call],
+        cwd=Path(__file__).parents[1],
+        env=bare,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    if result.returncode:
+        raise RuntimeError(f"{name} failed:\n{result.stderr}")
+    return float(result.stdout.split()[-1])
+
+
+def rows(n_rows: int) -> tuple[Any, Any]:
+    """Training rows of Fashion-MNIST, or random ones where it is not installed."""
+    import numpy as np
+
+    from daskps import datasets
+
+    try:
+        X, _, y, _ = datasets.load_fashion_mnist()
+    except FileNotFoundError:
+        generator = np.random.default_rng(0)
+        X = generator.random((n_rows, 1, 28, 28), dtype="float32")
+        y = generator.integers(0, 10, n_rows)
+    return X[:n_rows], y[:n_rows]
+
+
+def net(batch_size: int) -> Any:
+    """The first of its two epochs warms up."""
+    from .nets import new_net
+
+    return new_net(batch_size, max_epochs=2, lr=0.01)
+
+
+def skorch(batch_size: int, n_rows: int, threads: int) -> float:
+    """Images per second of plain skorch; the first epoch warms up."""
+    import torch
+
+    torch.set_num_threads(threads)
+    fitted = net(batch_size).fit(*rows(n_rows))
+    return n_rows / fitted.history[-1, "dur"]
+
+
+def loop(batch_size: int, n_rows: int, threads: int) -> float:
+    """Images per second of a loop of plain torch."""
+    import torch
+
+    torch.set_num_threads(threads)
+    return n_rows / train_plainly(rows(n_rows), batch_size, lambda module: module, lambda: None)
+
+
+def pair(batch_size: int, n_rows: int, how: str) -> float:
+    """Images per second of two processes, each on half of every batch."""
+    context = multiprocessing.get_context("spawn")
+    barrier, results = context.Barrier(2), context.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (how, batch_size // 2, n_rows // 2, barrier, results, folder)
+        processes = [context.Process(target=one_of_two, args=(r, *arguments)) for r in range(2)]
+        for process in processes:
+            process.start()
+        seconds = max(results.get(timeout=600) for _ in processes)
+        for process in processes:
+            process.join()
+    return n_rows / seconds
+
+
+def one_of_two(rank: int, how: str, batch_size: int, n_rows: int, barrier, results, folder) -> None:  # type: ignore[no-untyped-def]
+    """One process of a pair."""
+    import torch
+
+    torch.set_num_threads(1)
+    X, y = rows(2 * n_rows)
+    mine = X[rank::2], y[rank::2]
+
+    def wrap(module: Any) -> Any:
+        if how != "ddp":
+            return module
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2
+        )
+        return torch.nn.parallel.DistributedDataParallel(module)
+
+    meet: Callable = barrier.wait if how == "barrier" else lambda: None
+    results.put(train_plainly(mine, batch_size, wrap, meet, barrier.wait))
+
+
+def train_plainly(
+    data: tuple[Any, Any],
+    batch_size: int,
+    wrap: Callable,
+    meet: Callable,
+    start: Callable = lambda: None,
+) -> float:
+    """Seconds of an epoch in a loop of plain torch, after warming up."""
+    import torch
+
+    X, y = torch.from_numpy(data[0]), torch.from_numpy(data[1])
+    module = wrap(net(batch_size).initialize().module_.train())
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9)
+    loss = torch.nn.CrossEntropyLoss()
+
+    def epoch(order: Any) -> None:
+        for index in order.split(batch_size):
+            optimizer.zero_grad()
+            loss(module(X[index]), y[index]).backward()
+            meet()
+            optimizer.step()
+
+    epoch(torch.randperm(len(X))[: 20 * batch_size])
+    start()
+    begun = perf_counter()
+    epoch(torch.randperm(len(X)))
+    return perf_counter() - begun
+
+
+@contextmanager
+def user_cluster(n_workers: int, n_threads: int) -> Iterator[Any]:
+    """A client of a cluster as a user starts one."""
+    from distributed import Client, LocalCluster
+
+    options = {"threads_per_worker": n_threads, "scheduler_kwargs": {"dashboard_address": ":0"}}
+    with LocalCluster(n_workers, **options) as cluster, Client(cluster) as client:
+        yield client
+
+
+CLUSTERS: dict[str, Callable] = {
+    "2x1": lambda: user_cluster(2, 1),
+    "1x2": lambda: user_cluster(1, 2),
+    "own": nullcontext,
+}
+
+
+def daskps(batch_size: int, n_rows: int, sync_every: Any, transport: str, on: str = "2x1") -> float:
+    """Images per second on Dask workers, as many as there are; the first epoch warms up."""
+    import dask
+
+    from daskps import DistributedCNNClassifier
+
+    asked = "auto" if transport == "none" else transport
+    with dask.config.set({"daskps.transport": asked}), CLUSTERS[on]() as client:
+        clf = DistributedCNNClassifier(
+            net(batch_size), sync_every=sync_every, client=client, random_state=0
+        ).fit(*rows(n_rows))
+    ran = clf.report_.ranks[0].transport
+    if ran != transport:
+        raise RuntimeError(f"asked for {transport}, ran {ran}")
+    return n_rows / clf.history_[-1, "dur"]
+
+
+if __name__ == "__main__":
+    called, *given = json.loads(sys.argv[1])
+    print(globals()[called](*given))
