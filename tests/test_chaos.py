@@ -29,7 +29,7 @@ from daskps._launch import Run
 from daskps._spec import WORKER_PLUGIN
 from daskps._watch import Watch
 
-pytestmark = pytest.mark.chaos
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
 
 N_WORKERS = 3
 N_EPOCHS = 2
