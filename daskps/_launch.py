@@ -8,7 +8,6 @@ import uuid
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from time import monotonic
 from typing import Any, NamedTuple, cast
 
@@ -25,7 +24,7 @@ from daskps._paused import Paused
 from daskps._replica import Opening
 from daskps._scheduler_plugin import DaskpsSchedulerPlugin
 from daskps._spec import CLOSE, OPEN, PAUSED, RENEW, Order, Rules, Ticket
-from daskps._watch import Watch
+from daskps._watch import Watch, to_the_end
 from daskps._worker import (
     DaskpsWorkerPlugin,
     Result,
@@ -218,8 +217,12 @@ class Run:
 
     def _send(self, opening: Opening) -> Future:
         key = f"daskps-state-{uuid.uuid4().hex}"
-        scatter = partial(self.client.scatter, workers=self.addresses, broadcast=True, hash=False)
-        return self.watch.sync(scatter, {key: opening}, asynchronous=True)[key]
+        where = {"workers": self.addresses, "broadcast": True, "hash": False}
+
+        async def send() -> dict:
+            return await to_the_end(self.client.scatter({key: opening}, **where, asynchronous=True))
+
+        return self.watch.sync(send)[key]
 
     def _submit(self, task: Callable, order: Order, sent: Future | None) -> Future:
         rank = order.ticket.rank
