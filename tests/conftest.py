@@ -88,7 +88,7 @@ def replace_nannies(cluster):
     """Start new ones in the place of those that have closed with their worker."""
     closed = [name for name, nanny in cluster.workers.items() if nanny.status == Status.closed]
     for name in closed:
-        cluster.worker_spec.pop(name, None)
+        del cluster.workers[name]
     if closed:
         cluster.scale(N_MORTALS)
 

@@ -138,7 +138,7 @@ def cut(client, pid, address):
 
     # A worker without a connection closes, maybe before it answers.
     n_socks = client.run(cut_itself, workers=[address], on_error="ignore").get(address)
-    return lambda: n_socks == 1 or not is_alive(pid)
+    return lambda: n_socks == 1 or not is_known(client, address)
 
 
 DEEDS = {
@@ -170,10 +170,12 @@ class Chaos:
             self.has_happened = DEEDS[self.event](self.client, pid, self.address)
 
     def wait_until_noticed(self):
-        """Nobody may take a dead worker for one that can train."""
-        if self.event == "SIGSTOP" and is_alive(self.pid):
+        """Nobody may take a dead worker for one that can train, nor wait while one ends in peace."""
+        if self.pid is None:
+            return
+        if is_alive(self.pid) and (self.event == "SIGSTOP" or not is_known(self.client, self.address)):
             kill(self.pid)
-        if self.pid is not None and not is_alive(self.pid):
+        if not is_alive(self.pid):
             wait_until(lambda: not is_known(self.client, self.address), PATIENCE)
 
     def instead_of(self, original):
