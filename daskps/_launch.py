@@ -23,8 +23,9 @@ from daskps._late import Late
 from daskps._paused import Paused
 from daskps._replica import Opening
 from daskps._scheduler_plugin import DaskpsSchedulerPlugin
+from daskps._sources import scatter
 from daskps._spec import CLOSE, OPEN, PAUSED, RENEW, Order, Rules, Ticket
-from daskps._watch import Watch, to_the_end
+from daskps._watch import Watch
 from daskps._worker import (
     DaskpsWorkerPlugin,
     Result,
@@ -216,13 +217,12 @@ class Run:
                 future.release()
 
     def _send(self, opening: Opening) -> Future:
-        key = f"daskps-state-{uuid.uuid4().hex}"
-        where = {"workers": self.addresses, "broadcast": True, "hash": False}
+        """Bring the state to one worker, from which the others get it with their task.
 
-        async def send() -> dict:
-            return await to_the_end(self.client.scatter({key: opening}, **where, asynchronous=True))
-
-        return self.watch.sync(send)[key]
+        Not to all: Dask's scheduler then copies it under a lock, in a loop that has no end if one of them
+        is gone, and every later fit would wait for the lock.
+        """
+        return scatter(self.patient_client, "state", [opening], self.addresses[:1])[0]
 
     def _submit(self, task: Callable, order: Order, sent: Future | None) -> Future:
         rank = order.ticket.rank
