@@ -49,7 +49,7 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --ignore=tests/test_chaos.py $(PYTEST_ARGS)
 
 # Every two of phase, event, mode and transport together once; with CHAOS=all all combinations, which takes
-# half an hour. Not a part of `make test`: workers that are killed take long to come back on a busy machine.
+# four times as long. Not a part of `make test`, but of .ci/run.
 chaos: $(STAMP)
 	$(BIN)/python -m pytest tests/test_chaos.py $(PYTEST_ARGS)
 

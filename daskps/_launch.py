@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 import uuid
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from time import monotonic
 from typing import Any, NamedTuple, cast
 
 import dask
+from dask.utils import format_bytes
 from distributed import Client, Future, KilledWorker
 
 import daskps
@@ -21,9 +20,11 @@ from daskps import config
 from daskps._crowding import Place, crowding
 from daskps._events import events_of
 from daskps._late import Late
+from daskps._paused import Paused
 from daskps._replica import Opening
 from daskps._scheduler_plugin import DaskpsSchedulerPlugin
-from daskps._spec import CLOSE, OPEN, RENEW, Order, Rules, Ticket
+from daskps._sources import scatter
+from daskps._spec import CLOSE, OPEN, PAUSED, RENEW, Order, Rules, Ticket
 from daskps._watch import Watch
 from daskps._worker import (
     DaskpsWorkerPlugin,
@@ -125,6 +126,15 @@ class Run:
         self.forget_shards()
         return Change(list(members["lost"]), joined, members["allowed_failures"])
 
+    def paused(self, keys: Sequence[str]) -> list[Paused]:
+        """The workers that keep these tasks from running because Dask has paused them."""
+        ask = getattr(self.client.scheduler, PAUSED)
+        try:
+            found = self.client.sync(ask, keys=list(keys), callback_timeout=self.rules.connect)
+        except TimeoutError:  # too busy to say; a scheduler that is gone shows elsewhere
+            return []
+        return [Paused(*worker) for worker in found]
+
     def forget_shards(self) -> None:
         """Let go of what the workers hold."""
         for shard in self.shards:
@@ -209,14 +219,12 @@ class Run:
                 future.release()
 
     def _send(self, opening: Opening) -> Future:
-        key = f"daskps-state-{uuid.uuid4().hex}"
-        scatter = partial(self.client.scatter, workers=self.addresses, broadcast=True, hash=False)
+        """Bring the state to one worker, from which the others get it with their task.
 
-        async def send() -> Future:
-            # Cut off, it would leave values on the workers that nobody releases.
-            return (await asyncio.shield(scatter({key: opening}, asynchronous=True)))[key]
-
-        return self.watch.sync(send)
+        Not to all: Dask's scheduler then copies it under a lock, in a loop that has no end if one of them
+        is gone, and every later fit would wait for the lock.
+        """
+        return scatter(self.patient_client, "state", [opening], self.addresses[:1])[0]
 
     def _submit(self, task: Callable, order: Order, sent: Future | None) -> Future:
         rank = order.ticket.rank
@@ -240,7 +248,7 @@ class Run:
 
     def _collect(self, futures: list[Future], on_steps: Progress) -> list:
         waiting = {future.key: rank for rank, future in enumerate(futures)}
-        starting = _Starting(self)
+        starting = _Starting(self, futures)
         while waiting:
             event = self.watch.next() or {}
             starting.check(event)
@@ -276,32 +284,63 @@ class Run:
 class _Starting:
     """Whether all ranks begin an epoch in time; only their own tasks can say so."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, tasks: Sequence[Future]) -> None:
         self._run = run
+        self._tasks = tasks
+        self._patience = run.rules.start
         self._missing = set(range(run.world_size))
-        self._since = monotonic()
+        self._since = self._looked = monotonic()
 
     def check(self, event: dict) -> None:
         """Take in an event, and raise WorkerBusyError if a rank is late."""
         if "begun" in event:
             self._missing.discard(event["begun"])
             self._run.take_place(event["begun"], Place(*event["place"]))
-        if not all(shard.done() for shard in self._run.shards):
-            self._since = monotonic()  # rows are still on their way, or being computed
-        patience = self._run.rules.start
-        if self._missing and monotonic() - self._since > patience:
-            raise WorkerBusyError("\n".join(self._busy(rank, patience) for rank in sorted(self._missing)))
+        if not self._missing:
+            return
+        if self._rows_are_coming():
+            self._since = monotonic()
+        if monotonic() - self._since > self._patience:
+            raise WorkerBusyError("\n".join(self._reasons()))
 
-    def _busy(self, rank: int, patience: float) -> str:
+    def _rows_are_coming(self) -> bool:
+        """Rows are on their way, or being computed; on a paused worker they may wait for ever."""
+        if all(shard.done() for shard in self._run.shards):
+            return False
+        # Asked seldom: what a task depends on may be a large graph.
+        if monotonic() - self._looked < self._patience / 4:
+            return self._since >= self._looked
+        self._looked = monotonic()
+        return not self._paused()
+
+    def _paused(self) -> list[Paused]:
+        return self._run.paused([str(self._tasks[rank].key) for rank in sorted(self._missing)])
+
+    def _reasons(self) -> list[str]:
+        after = f"within daskps.timeouts.start ({self._patience:g} s)"
+        paused = [_paused_sentence(worker, after) for worker in self._paused()]
+        return paused or [self._busy(rank, after) for rank in sorted(self._missing)]
+
+    def _busy(self, rank: int, after: str) -> str:
         run = self._run
         address = run.addresses[rank]
         processing = run.client.processing([address]).get(address, ())
         others = [str(key) for key in processing if run.run_id not in str(key)]
         return (
-            f"Rank {rank} of {run.world_size} has not begun on worker {address} within"
-            f" daskps.timeouts.start ({patience:g} s). The worker's other tasks are {others}: wait for"
+            f"Rank {rank} of {run.world_size} has not begun on worker {address} {after}."
+            f" The worker's other tasks are {others}: wait for"
             " them, keep the fit off that worker with dask.annotate(workers=...), or raise the setting."
         )
+
+
+def _paused_sentence(worker: Paused, after: str) -> str:
+    limit = format_bytes(worker.limit) if worker.limit else "no limit"
+    return (
+        f"The epoch has not begun {after}, because Dask has paused the worker {worker.address}, which has"
+        f" tasks that it waits for: its process has {format_bytes(worker.used)} of memory, and the limit is"
+        f" {limit}. Release what it holds, give it more memory (memory_limit), use smaller chunks or more"
+        " workers, or raise the setting if it can go on later."
+    )
 
 
 @contextmanager

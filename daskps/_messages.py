@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import daskps
 from daskps import config
-from daskps._spec import CLOSE, HELLO, JOIN, LEFT, OPEN, RENEW, Rules
+from daskps._spec import CLOSE, HELLO, JOIN, LEFT, OPEN, PAUSED, RENEW, Rules
 from daskps.exceptions import InstallationError, InvalidMessageError
 
 logger = logging.getLogger("daskps")
@@ -70,6 +70,10 @@ def _are_workers(value: Any) -> bool:
     return names and all(_is_text(name) or _ALIAS.allows(name) for name in value)
 
 
+def _are_keys(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and len(value) <= _MOST_WORKERS and all(map(_is_text, value))
+
+
 def _are_resources(value: Any) -> bool:
     return isinstance(value, Mapping) and all(_is_text(k) and _is_number(v) for k, v in value.items())
 
@@ -94,6 +98,7 @@ FIELDS: dict[str, dict[str, Field]] = {
     },
     RENEW: {"run_id": _TEXT, "join": _TRUTH},
     CLOSE: {"run_id": _TEXT},
+    PAUSED: {"keys": Field("a list of keys of tasks", _are_keys)},
     JOIN: {
         "run_id": _TEXT,
         "rank": _ORDINAL,

@@ -24,6 +24,7 @@ from daskps import _joining
 from daskps._housekeeping import go_on, hold_back, with_nannies
 from daskps._leases import Leases, Request
 from daskps._messages import Handler, checked, ignoring, refuse_invalid
+from daskps._paused import Paused, holding_up
 from daskps._rounds import RoundServer
 from daskps._server import ParameterServer
 from daskps._silence import Silence
@@ -34,6 +35,7 @@ from daskps._spec import (
     JOIN,
     LEFT,
     OPEN,
+    PAUSED,
     RENEW,
     SCHEDULER_PLUGIN,
     TOPIC,
@@ -72,7 +74,12 @@ class DaskpsSchedulerPlugin(SchedulerPlugin):
         self._silence = Silence(time())
         self._watching: asyncio.Task | None = None
         self._restarting: set[asyncio.Task] = set()
-        answering: dict[str, Handler] = {OPEN: self.open, RENEW: self.renew, CLOSE: self.close_run}
+        answering: dict[str, Handler] = {
+            OPEN: self.open,
+            RENEW: self.renew,
+            CLOSE: self.close_run,
+            PAUSED: self.paused,
+        }
         scheduler.handlers.update({name: checked(name, handler) for name, handler in answering.items()})
         scheduler.handlers[JOIN] = self.join_with
         hearing: dict[str, Handler] = {HELLO: self.hello, LEFT: self.left}
@@ -187,6 +194,10 @@ class DaskpsSchedulerPlugin(SchedulerPlugin):
         self.leases.release(run_id) if run_id not in self.runs else None
         self._end(run_id, RunAbortedError("the client closed the run"))
         self._wake()
+
+    async def paused(self, keys: list[str]) -> list[Paused]:
+        """The workers that keep tasks of a run waiting because Dask has paused them."""
+        return holding_up(self.scheduler, keys)
 
     # Handlers: the data connection of a rank
 

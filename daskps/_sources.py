@@ -32,6 +32,7 @@ from daskps._partitions import (
     plan_batches,
     plan_local,
 )
+from daskps._watch import to_the_end
 
 # What of a worker's memory limit a rank's stretch of a dask array may take to be put together to one
 # array, which for a moment takes three times that.
@@ -319,9 +320,8 @@ def scatter(client: Client, name: str, values: Sequence[Any], addresses: Sequenc
             client.scatter({key: value}, workers=[address], hash=False, asynchronous=True)
             for key, value, address in zip(keys, values, addresses, strict=True)
         ]
-        # Cut off, it would leave values on the workers that nobody releases.
-        done = await asyncio.shield(asyncio.gather(*sent))
-        return [futures[key] for key, futures in zip(keys, done, strict=True)]
+        arrived = await to_the_end(asyncio.gather(*sent))
+        return [futures[key] for key, futures in zip(keys, arrived, strict=True)]
 
     return client.sync(send_all)
 

@@ -95,5 +95,6 @@ def operation(name: str) -> str:
 
 
 OPEN, RENEW, CLOSE = operation("open"), operation("renew"), operation("close")
+PAUSED = operation("paused")
 JOIN = operation("join")
 HELLO, LEFT, FORGET = operation("hello"), operation("left"), operation("forget")

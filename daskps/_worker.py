@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import uuid
 from collections import deque
@@ -33,8 +34,13 @@ from daskps.exceptions import DaskpsError, DivergenceError, RunAbortedError, Sto
 # Under this key a validation step holds what callbacks on its rank recorded for its batch.
 RECORDED = "daskps_recorded"
 
-# One for each process: workers that share a process share torch's random generator.
-PROCESS = uuid.uuid4().hex
+# Processes that were forked after the import share this.
+_FAMILY = uuid.uuid4().hex
+
+
+def process_id() -> str:
+    """One for each process: workers that share a process share torch's random generator."""
+    return f"{_FAMILY}-{os.getpid()}"
 
 
 class Records(NamedTuple):
@@ -110,7 +116,7 @@ class DaskpsWorkerPlugin(WorkerPlugin):
         self.over: deque[tuple[str, int]] = deque(maxlen=1000)
         self.lock = threading.Lock()
         worker.stream_handlers[FORGET] = self.forget
-        worker.batched_send({"op": HELLO, "process": PROCESS, "version": daskps.__version__})
+        worker.batched_send({"op": HELLO, "process": process_id(), "version": daskps.__version__})
 
     def teardown(self, worker: Worker) -> None:
         for run_id, generation in list(self.seats):

@@ -46,7 +46,7 @@ class WorkerLostError(DaskpsError):
 
 
 class WorkerBusyError(DaskpsError):
-    """A worker of a fit was busy with other tasks for ``daskps.timeouts.start``."""
+    """A worker was busy with other tasks, or paused, for ``daskps.timeouts.start``, and a rank needs it."""
 
 
 class RoundTimeoutError(DaskpsError):

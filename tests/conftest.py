@@ -9,13 +9,16 @@ from contextlib import ExitStack
 for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
 
-import multiprocessing  # noqa: E402
-
 import dask  # noqa: E402
 import pytest  # noqa: E402
-from distributed import Client, LocalCluster  # noqa: E402
+from distributed import Client, LocalCluster, Status  # noqa: E402
+from distributed.utils import get_mp_context  # noqa: E402
 
 N_WORKERS = 4
+
+# After 15 seconds without its worker, LocalCluster would close a nanny for good. On a busy machine a new
+# process may need longer than that.
+dask.config.set({"distributed.deploy.lost-worker-timeout": "10m"})
 
 
 def local_cluster(**options):
@@ -73,21 +76,32 @@ N_MORTALS = 3
 
 @pytest.fixture(scope="session")
 def mortal_cluster():
-    multiprocessing.set_forkserver_preload(["distributed", "torch", "skorch", "daskps._worker"])
     with ExitStack() as stack:
         stack.enter_context(dask.config.set({"distributed.worker.multiprocessing-method": "forkserver"}))
+        # Dask sets a list of its own at the first call, without torch.
+        get_mp_context().set_forkserver_preload(["distributed", "torch", "skorch", "daskps._worker"])
         cluster = stack.enter_context(local_cluster(n_workers=N_MORTALS, processes=True))
         yield stack.enter_context(Client(cluster, set_as_default=False))
 
 
 def bring_back(client):
     """Wait for all workers; a nanny does not replace one whose connection to Dask was cut."""
-    try:
-        client.wait_for_workers(N_MORTALS, timeout=5)
-    except TimeoutError:
-        client.cluster.scale(0)
-        client.cluster.scale(N_MORTALS)
-        client.wait_for_workers(N_MORTALS, timeout=60)
+    from probes import wait_until
+
+    def is_back():
+        replace_nannies(client.cluster)
+        return len(client.scheduler_info(n_workers=-1)["workers"]) == N_MORTALS
+
+    wait_until(is_back, seconds=240)
+
+
+def replace_nannies(cluster):
+    """Start new ones in the place of those that have closed with their worker."""
+    closed = [name for name, nanny in cluster.workers.items() if nanny.status == Status.closed]
+    for name in closed:
+        del cluster.workers[name]
+    if closed:
+        cluster.scale(N_MORTALS)
 
 
 @pytest.fixture
@@ -105,4 +119,4 @@ def mortals(mortal_cluster):
 
     yield mortal_cluster
     bring_back(mortal_cluster)
-    wait_until(is_as_before, seconds=60, what=lambda: f"left on the cluster: {leftovers(mortal_cluster)}")
+    wait_until(is_as_before, seconds=240, what=lambda: f"left on the cluster: {leftovers(mortal_cluster)}")

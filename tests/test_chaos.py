@@ -29,15 +29,14 @@ from daskps._launch import Run
 from daskps._spec import WORKER_PLUGIN
 from daskps._watch import Watch
 
-pytestmark = pytest.mark.chaos
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
 
 N_WORKERS = 3
 N_EPOCHS = 2
-SETTINGS = {
-    "daskps.timeouts.silence": "3s",
-    "daskps.timeouts.close": "20s",
-    "daskps.timeouts.workers": "10s",
-}
+
+# On a busy machine a worker may need minutes to come back; on a quiet one nothing waits for so long.
+PATIENCE = 240.0
+SETTINGS = {"daskps.timeouts.silence": f"{PATIENCE}s", "daskps.timeouts.workers": f"{PATIENCE}s"}
 
 # In a module's forward pass: which row halts its rank, in which epoch, and whether in training.
 HALTS = {
@@ -84,6 +83,10 @@ def test_all_pairs_are_covered():
     assert not is_complete(list(cover())[1:], FACTORS)
 
 
+def is_known(client, address):
+    return address in client.scheduler_info(n_workers=-1)["workers"]
+
+
 # Faults. Each returns how to see that it has happened.
 
 
@@ -104,15 +107,19 @@ def abort(client, pid, address):
 
 
 def restart(client, pid, address):
-    client.restart_workers([address], timeout=60)
-    return lambda: not is_alive(pid)
+    """By its nanny, which waits for the thread of the rank: go on as soon as Dask has lost the worker."""
+    pool = ThreadPoolExecutor(1)
+    restarting = pool.submit(client.restart_workers, [address], timeout=PATIENCE)
+    pool.shutdown(wait=False)
+    wait_until(lambda: restarting.done() or not is_known(client, address), PATIENCE)
+    return lambda: restarting.done() and restarting.result() == {address: "OK"} and not is_alive(pid)
 
 
 def close(client, pid, address):
     def close_itself(dask_worker):
         dask_worker.loop.add_callback(dask_worker.close, nanny=False, executor_wait=False)
 
-    client.run(close_itself, workers=[address])
+    client.run(close_itself, workers=[address], on_error="ignore")
     return lambda: not is_alive(pid)
 
 
@@ -129,8 +136,9 @@ def cut(client, pid, address):
             dask_worker.batched_stream.comm.abort()
         return len(socks)
 
-    n_socks = client.run(cut_itself, workers=[address])[address]
-    return lambda: n_socks == 1 or not is_alive(pid)
+    # A worker without a connection closes, maybe before it answers.
+    n_socks = client.run(cut_itself, workers=[address], on_error="ignore").get(address)
+    return lambda: n_socks == 1 or not is_known(client, address)
 
 
 DEEDS = {
@@ -162,11 +170,13 @@ class Chaos:
             self.has_happened = DEEDS[self.event](self.client, pid, self.address)
 
     def wait_until_noticed(self):
-        """Nobody may take a dead worker for one that can train."""
-        if self.event == "SIGSTOP" and is_alive(self.pid):
+        """Nobody may take a dead worker for one that can train, nor wait while one ends in peace."""
+        if self.pid is None:
+            return
+        if is_alive(self.pid) and (self.event == "SIGSTOP" or not is_known(self.client, self.address)):
             kill(self.pid)
-        if self.pid is not None and not is_alive(self.pid):
-            wait_until(lambda: self.address not in self.client.scheduler_info(n_workers=-1)["workers"])
+        if not is_alive(self.pid):
+            wait_until(lambda: not is_known(self.client, self.address), PATIENCE)
 
     def instead_of(self, original):
         """A function that lets the fault happen before, or raises after, it does what it did."""
@@ -227,7 +237,7 @@ def disturbed_fit(chaos, phase, net, X, y, sync_every, monkeypatch):
                 chaos.happen_to(first_halted(chaos.path, fitting))
         finally:
             (chaos.path / "go").touch()
-        error = fitting.exception(timeout=90)
+        error = fitting.exception(timeout=PATIENCE)
     return fitting.result() if error is None else error
 
 
@@ -244,6 +254,17 @@ def expected(client, fitted, net, X, y, sync_every):
     return again
 
 
+def may_stay_away(phase, event):
+    """A nanny does not replace a worker whose connection to Dask was cut."""
+    return (phase, event) == ("leasing", "cut")
+
+
+def shorter(phase, event):
+    """Deadlines that a case has to wait for."""
+    settings = {"daskps.timeouts.silence": "2s"} if event == "SIGSTOP" else {}
+    return {**settings, "daskps.timeouts.workers": "1s"} if may_stay_away(phase, event) else settings
+
+
 def ids(case):
     return "-".join(case).replace(" ", "_")
 
@@ -254,14 +275,14 @@ def test_chaos(mortals, tmp_path, monkeypatch, case):
     chaos = Chaos(mortals, event, tmp_path)
     X, y = data(phase)
     net = net_for(phase, tmp_path)
-    with dask.config.set({**SETTINGS, "daskps.transport": transport}):
+    with dask.config.set({**SETTINGS, **shorter(phase, event), "daskps.transport": transport}):
         outcome = disturbed_fit(chaos, phase, net, X, y, sync_every, monkeypatch)
-    wait_until(chaos.has_happened, seconds=60)
+    wait_until(chaos.has_happened, PATIENCE)
     monkeypatch.undo()
     if event == "exception":
         assert type(outcome) is ValueError
         assert str(outcome) == "boom"
-    elif not (phase == "leasing" and type(outcome) is ClusterTooSmallError):  # the nanny may be gone too
+    elif not (may_stay_away(phase, event) and type(outcome) is ClusterTooSmallError):
         assert isinstance(outcome, DistributedCNNClassifier), repr(outcome)
         assert len(outcome.history_) == N_EPOCHS
     chaos.wait_until_noticed()

@@ -20,7 +20,7 @@ LAYERS = [
      "_packing", "_partitions", "_random", "_server", "_sharedmemory", "_silence", "_state", "_weights",
      "_wire", "config", "datasets", "modules", "speedup"],
     ["_blocks", "_casting", "_cluster", "_drawing", "_events", "_findings", "_freezing", "_inputs",
-     "_links", "_loading", "_losses", "_messages", "_watch", "_workload"],
+     "_links", "_loading", "_losses", "_messages", "_paused", "_watch", "_workload"],
     ["_facts", "report"],
     ["_master", "_prediction", "_rounds", "_sources", "_transport"],
     ["_buckets", "_joining"],

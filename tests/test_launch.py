@@ -57,14 +57,25 @@ def fit_seeded(client, net, X, y, **options):
 # Several fits at once
 
 
-def test_two_clients_side_by_side(client, cluster):
+class Meets(Callback):
+    """In each epoch, two fits wait for each other: neither can end before the other has begun."""
+
+    barrier = threading.Barrier(2)
+
+    def on_epoch_begin(self, net, **kwargs):
+        self.barrier.wait(timeout=100)
+
+
+@pytest.mark.parametrize("sync_every", MODES)
+def test_two_clients_side_by_side(client, cluster, sync_every):
     """BR-11: each of two fits has its own data, its own parameters and its own number of rows."""
     data = {60: xy(60, 3, seed=0), 90: xy(90, 3, seed=5)}
-    alone = {n: fit_seeded(client, small_net(), *data[n], n_workers=2) for n in data}
+    settings = {"n_workers": 2, "sync_every": sync_every}
+    alone = {n: fit_seeded(client, small_net(), *data[n], **settings) for n in data}
 
     def fit(n):
         with Client(cluster, set_as_default=False) as own:
-            return fit_seeded(own, small_net(), *data[n], n_workers=2)
+            return fit_seeded(own, small_net(callbacks=[("meets", Meets())]), *data[n], **settings)
 
     with ThreadPoolExecutor(2) as pool:
         together = dict(zip(data, pool.map(fit, data), strict=True))
@@ -105,10 +116,10 @@ def test_every_worker_in_turn(client):
 # Inside tasks
 
 
-def fit_in_a_task(n, lr):
+def fit_in_a_task(n, lr, **options):
     """Fit with the client that a task has; what came out, as plain values."""
     X, y = xy(n, 3)
-    fitted = DistributedCNNClassifier(small_net(lr=lr), random_state=0).fit(X, y)
+    fitted = DistributedCNNClassifier(small_net(lr=lr), random_state=0, **options).fit(X, y)
     return fitted.report_.world_size, {name: value.numpy() for name, value in state(fitted).items()}
 
 
@@ -121,13 +132,16 @@ def test_inside_a_task(client):
         np.testing.assert_array_equal(values[name], value.numpy())
 
 
-def test_six_tasks(client):
+@pytest.mark.parametrize(("sync_every", "n_workers"), [("batch", None), ("epoch", 2)])
+def test_six_tasks(client, sync_every, n_workers):
     """BR-13: fits inside tasks wait for each other, and none for a thread that it holds itself."""
     rates = [0.1, 0.05, 0.02, 0.01, 0.005, 0.001]
-    found = client.gather([client.submit(fit_in_a_task, 60, lr, pure=False) for lr in rates])
+    settings = {"sync_every": sync_every, "n_workers": n_workers}
+    found = client.gather([client.submit(fit_in_a_task, 60, lr, pure=False, **settings) for lr in rates])
     X, y = xy(60, 3)
-    for lr, (_, values) in zip(rates, found, strict=True):
-        expected = fit_seeded(client, small_net(lr=lr), X, y)
+    for lr, (world_size, values) in zip(rates, found, strict=True):
+        expected = fit_seeded(client, small_net(lr=lr), X, y, **settings)
+        assert world_size == expected.report_.world_size
         for name, value in state(expected).items():
             np.testing.assert_array_equal(values[name], value.numpy())
 
@@ -444,9 +458,9 @@ def test_worker_of_another_version(client, session_client):
 
 
 async def say_hello(version, dask_worker):
-    from daskps._worker import PROCESS
+    from daskps._worker import process_id
 
-    dask_worker.batched_send({"op": HELLO, "process": PROCESS, "version": version})
+    dask_worker.batched_send({"op": HELLO, "process": process_id(), "version": version})
 
 
 # A scheduler of its own

@@ -172,3 +172,15 @@ def test_rows_are_counted_once(mortals, tmp_path):
     sizes = [[batch["train_batch_size"] for batch in row["batches"]] for row in ours.history_]
     assert [sum(row) for row in sizes] == [203] * 3
     assert N_CLASSES == len(ours.classes_)
+
+
+def test_nothing_is_copied_by_the_scheduler(client, cluster, monkeypatch):
+    """Dask's copying does not end if a worker goes meanwhile, and everybody else's waits for its lock."""
+
+    async def replicate(*args, **kwargs):
+        raise AssertionError("copied by the scheduler")
+
+    monkeypatch.setattr(cluster.scheduler, "replicate", replicate)
+    X, y = marked(203, 95)
+    fitted = DistributedCNNClassifier(make_net(CNN3, module__n=N_CLASSES), client=client).fit(X, y)
+    assert fitted.report_.world_size == 4

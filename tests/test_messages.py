@@ -19,7 +19,7 @@ from reference import fit_daskps, identical, make_net, separable
 import daskps
 from daskps._launch import open_run
 from daskps._messages import FIELDS, checked, ignoring, refuse_invalid
-from daskps._spec import CLOSE, HELLO, JOIN, LEFT, OPEN, RENEW, SCHEDULER_PLUGIN
+from daskps._spec import CLOSE, HELLO, JOIN, LEFT, OPEN, PAUSED, RENEW, SCHEDULER_PLUGIN
 from daskps._wire import error_of
 from daskps.exceptions import DaskpsError, InstallationError, InvalidMessageError
 
@@ -36,6 +36,7 @@ GOOD = {
     },
     RENEW: {"run_id": RUN_ID, "join": True},
     CLOSE: {"run_id": RUN_ID},
+    PAUSED: {"keys": ["x", "y-0"]},
     JOIN: {"run_id": RUN_ID, "rank": 1, "generation": 0, "capacity": 64, "shared_memory": True},
     HELLO: {"worker": "tcp://127.0.0.1:1", "process": "0", "version": daskps.__version__},
     LEFT: {"worker": "tcp://127.0.0.1:1", "run_id": RUN_ID, "generation": 0},

@@ -7,7 +7,7 @@ import threading
 import pytest
 from probes import wait_until
 
-from daskps._watch import Watch
+from daskps._watch import Watch, to_the_end
 from daskps.exceptions import RunAbortedError, WorkerLostError
 
 LOST = {"run_id": "run", "generation": 0, "lost": "worker a left", "worker": "tcp://a", "round": 3}
@@ -147,3 +147,22 @@ class TestAsk:
 
 def test_is_the_client_in_everything_else(watch):
     assert watch.id == "me"
+
+
+def test_what_has_begun_is_ended_though_nobody_waits_for_it(watch):
+    """Dask would keep for ever what a scatter has half sent."""
+    gate, ended = threading.Event(), threading.Event()
+
+    async def send():
+        watch.put(LOST)
+        await asyncio.to_thread(gate.wait, 20)
+        ended.set()
+
+    async def sent():
+        await to_the_end(send())
+
+    with pytest.raises(WorkerLostError):
+        watch.sync(sent)
+    assert not ended.is_set()
+    gate.set()
+    wait_until(ended.is_set)

@@ -14,6 +14,7 @@ from daskps._late import Late
 from daskps._launch import open_run
 from daskps._partitions import Shard
 from daskps._spec import Order
+from daskps._worker import process_id
 
 
 def test_a_replica_is_built_once(client, tmp_path):
@@ -108,3 +109,10 @@ def test_a_rank_stops_at_the_next_step(client, session_client, tmp_path):
     gate.touch()
     wait_until(lambda: not leftovers(session_client))
     assert len(read(log)) == 1
+
+
+def test_processes_that_were_forked_after_the_import_are_not_the_same(mortals):
+    """As the workers of a fork server that has loaded daskps."""
+    ids = set(mortals.run(process_id).values())
+    assert len(ids) == 3
+    assert len({name.split("-")[0] for name in ids}) == 1
