@@ -12,10 +12,12 @@ from collections.abc import Callable, Mapping
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
+from distributed.core import error_message
+
 import daskps
 from daskps import config
 from daskps._spec import CLOSE, HELLO, JOIN, LEFT, OPEN, PAUSED, RENEW, Rules
-from daskps.exceptions import InstallationError, InvalidMessageError
+from daskps.exceptions import DaskpsError, InstallationError, InvalidMessageError
 
 logger = logging.getLogger("daskps")
 
@@ -143,7 +145,11 @@ def checked(operation: str, handler: Handler) -> Handler:
     async def handle(**message: Any) -> Any:
         _refuse_other_version(operation, message)
         refuse_invalid(operation, message)
-        return await handler(**message)
+        try:
+            return await handler(**message)
+        except DaskpsError as error:  # for the sender; Dask would print a traceback here too
+            logger.info("refused %s: %s", operation, error)
+            return error_message(error, status="uncaught-error")
 
     return handle
 

@@ -267,7 +267,7 @@ class DistributedCNNClassifier(ClassifierMixin, BaseEstimator):
             self._train(client, job, data, clock)
 
     def _train(self, client: Client, job: Job, data: TrainingData, clock: Stopwatch) -> None:
-        most = max(1, len(job.source.dataset_train) // config.get("min-rows-per-rank"))
+        most = max(1, len(job.source.dataset_train) // config.count("min-rows-per-rank"))
         with open_run(client, self.n_workers, most) as run:
             clock.lap("lease")
             report = FitReport(run.world_size, self.sync_every, job.batch_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,35 @@ def get(key: str) -> Any:
 
 
 def seconds(key: str) -> float:
-    """The duration under ``daskps.<key>``, in seconds."""
-    return float(parse_timedelta(get(key), default="s"))
+    """The duration under ``daskps.<key>``, in seconds.
+
+    Raises
+    ------
+    ValueError
+        If it is none.
+    """
+    value = get(key)
+    try:
+        duration = float(parse_timedelta(value, default="s"))
+    except (KeyError, ValueError, TypeError, AttributeError):
+        duration = -1.0
+    if not duration >= 0:
+        raise ValueError(f"daskps.{key} must be a duration such as '30s', got {value!r} instead.")
+    return duration
+
+
+def count(key: str) -> int:
+    """The number under ``daskps.<key>``.
+
+    Raises
+    ------
+    ValueError
+        If it is no integer >= 1.
+    """
+    value = get(key)
+    if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < 1:
+        raise ValueError(f"daskps.{key} must be an integer >= 1, got {value!r} instead.")
+    return int(value)
 
 
 def rules() -> Rules:

@@ -59,6 +59,20 @@ def test_defaults_outlive_a_block_of_settings_around_the_first_import():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
+@pytest.mark.parametrize("value", ["soon", -1, "-1s", None, [1], float("nan")], ids=repr)
+def test_what_is_no_duration_is_refused_by_its_key(value):
+    message = r"daskps\.timeouts\.round must be a duration such as '30s', got "
+    with dask.config.set({"daskps.timeouts.round": value}), pytest.raises(ValueError, match=message):
+        config.seconds("timeouts.round")
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.5, "many", None, True], ids=repr)
+def test_what_is_no_number_of_rows_is_refused_by_its_key(value):
+    message = r"daskps\.min-rows-per-rank must be an integer >= 1, got "
+    with dask.config.set({"daskps.min-rows-per-rank": value}), pytest.raises(ValueError, match=message):
+        config.count("min-rows-per-rank")
+
+
 def test_unknown_key_is_an_error():
     with pytest.raises(KeyError):
         config.get("no-such-setting")

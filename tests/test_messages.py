@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 from distributed.comm import connect
+from distributed.core import clean_exception
 from distributed.protocol import to_serialize
 from faults import Calls
 from nets import CNN3
@@ -21,7 +22,12 @@ from daskps._launch import open_run
 from daskps._messages import FIELDS, checked, ignoring, refuse_invalid
 from daskps._spec import CLOSE, HELLO, JOIN, LEFT, OPEN, PAUSED, RENEW, SCHEDULER_PLUGIN
 from daskps._wire import error_of
-from daskps.exceptions import DaskpsError, InstallationError, InvalidMessageError
+from daskps.exceptions import (
+    ClusterTooSmallError,
+    DaskpsError,
+    InstallationError,
+    InvalidMessageError,
+)
 
 GOOD = {
     OPEN: {
@@ -140,6 +146,17 @@ class TestHandlers:
 
         asyncio.run(scenario())
         assert heard == [GOOD[RENEW], GOOD[LEFT]]
+
+    def test_answer_with_a_refusal_that_is_raised_where_it_arrives(self):
+        """Raised on the scheduler, its traceback would be printed there too."""
+
+        async def handler(**message):
+            raise ClusterTooSmallError("the fit asked for two")
+
+        answer = asyncio.run(checked(RENEW, handler)(**GOOD[RENEW]))
+        assert answer["status"] == "uncaught-error"  # as Dask's own answers, which its peers raise
+        kind, error, _ = clean_exception(answer["exception"].data)
+        assert (kind, str(error)) == (ClusterTooSmallError, "the fit asked for two")
 
     def test_tell_another_version_before_they_tell_what_is_odd(self):
         async def handler(**message):
