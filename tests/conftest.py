@@ -34,7 +34,7 @@ def fork_server():
 
     with dask.config.set({"distributed.worker.multiprocessing-method": "forkserver"}):
         # Dask sets a list of its own at the first call, without torch.
-        get_mp_context().set_forkserver_preload(["distributed", "torch", "skorch", "daskps._worker"])
+        get_mp_context().set_forkserver_preload(["distributed", "torch", "skorch"])
         yield
 
 
