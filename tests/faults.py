@@ -100,7 +100,7 @@ def is_alive(pid):
 
 def are_ready(n_workers, dask_scheduler):
     """Whether so many workers have loaded daskps."""
-    return len(dask_scheduler.plugins[SCHEDULER_PLUGIN].processes) == n_workers
+    return len(dask_scheduler.plugins[SCHEDULER_PLUGIN].lender.processes) == n_workers
 
 
 class Calls(Callback):

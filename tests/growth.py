@@ -53,11 +53,17 @@ async def of_worker(dask_worker):
 async def of_scheduler(dask_scheduler):
     await hang_up(dask_scheduler)
     plugin = dask_scheduler.plugins[SCHEDULER_PLUGIN]
-    own = {f"plugin.{name}": len(v) for name, v in vars(plugin).items() if isinstance(v, (dict, set))}
+    parts = (plugin, plugin.lender, plugin.leaving, plugin.lookout)
+    own = {
+        f"{type(part).__name__}.{name}": len(value)
+        for part in parts
+        for name, value in vars(part).items()
+        if isinstance(value, (dict, set))
+    }
     return {
         **of_process(),
         **own,
-        "held": len(plugin.leases.held()),
+        "held": len(plugin.lender.leases.held()),
         "asyncio tasks": len(asyncio.all_tasks()),
         "tasks": len(dask_scheduler.tasks),
         "clients": len(dask_scheduler.clients),

@@ -120,7 +120,7 @@ def close(client, pid, address):
         dask_worker.loop.add_callback(dask_worker.close, nanny=False, executor_wait=False)
 
     client.run(close_itself, workers=[address], on_error="ignore")
-    return lambda: not is_alive(pid)
+    return lambda: not is_known(client, address)
 
 
 def cut(client, pid, address):

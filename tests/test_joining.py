@@ -14,8 +14,9 @@ from probes import wait_until
 from ranks import RULES, RUN_ID, dask_leaves_nothing, round_threads
 
 from daskps import _joining, _sharedmemory, _transport
+from daskps._generation import Generation, Terms
 from daskps._leases import Request
-from daskps._scheduler_plugin import DaskpsSchedulerPlugin, Terms, _Run
+from daskps._scheduler_plugin import DaskpsSchedulerPlugin
 from daskps._spec import Ticket
 from daskps._transport import CommChannel, SharedMemoryChannel, SocketChannel, open_channel
 from daskps.exceptions import (
@@ -69,7 +70,7 @@ class Scheduler:
         self.plugin = DaskpsSchedulerPlugin()
         self.plugin.runs = {}
         terms = Terms("client", Request(RUN_ID, None, 100), None, {}, RULES)
-        self.run = _Run(RUN_ID, terms, ["address"] * self._world_size)
+        self.run = Generation(RUN_ID, terms, ["address"] * self._world_size)
         self.run.serve(lambda: None)
         self.plugin.runs[RUN_ID] = self.run
         address, listening = self._where

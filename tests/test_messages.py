@@ -221,7 +221,8 @@ def open_runs(cluster):
 
 def n_entries(cluster):
     plugin = cluster.scheduler.plugins[SCHEDULER_PLUGIN]
-    held = [plugin.processes, plugin.asking, plugin.leases.held(), plugin.leases.waiting()]
+    lender = plugin.lender
+    held = [lender.processes, lender.asking, lender.leases.held(), lender.leases.waiting()]
     return [len(value) for value in held]
 
 

@@ -53,7 +53,7 @@ def test_registered_once(client, cluster):
 
 def test_every_worker_has_said_in_which_process_it_is(client, cluster, session_client):
     with open_run(session_client, 4, 4):
-        processes = plugin_of(cluster).processes
+        processes = plugin_of(cluster).lender.processes
         assert processes.keys() == cluster.scheduler.workers.keys()
         assert len(set(processes.values())) == 4
 
