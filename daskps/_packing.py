@@ -84,7 +84,8 @@ class FlatBuffer:
 
     def _restored(self, index: int, slot: Tensor) -> Tensor:
         if self._complex[index]:
-            slot = torch.view_as_complex(slot)
+            aligned = slot if slot.storage_offset() % 2 == 0 else slot.clone()
+            slot = torch.view_as_complex(aligned)
         return slot.to(self._dtypes[index])
 
 

@@ -29,7 +29,7 @@ from daskps._narrow import narrowed, widened
 from daskps._sharedmemory import Segment
 from daskps._spec import JOIN, Contribution, Reduction, Rules, Ticket
 from daskps._wire import Answer
-from daskps.exceptions import RoundTimeoutError, RunAbortedError
+from daskps.exceptions import DaskpsError, RoundTimeoutError, RunAbortedError
 
 
 @dataclass
@@ -439,16 +439,21 @@ def open_channel(worker: Worker, ticket: Ticket, capacity: int, rules: Rules) ->
     ------
     StaleMessageError
         If the run is not open on the scheduler any more.
-    RunAbortedError
+    DaskpsError
         If the scheduler cannot be reached within ``daskps.timeouts.connect``.
+    RunAbortedError
+        If it hangs up.
     """
     loop = asyncio.new_event_loop()
     joining = _Joining(worker, ticket, capacity, rules)
     try:
         channel = loop.run_until_complete(asyncio.wait_for(joining.run(loop), 2 * rules.connect))
-    except (TimeoutError, OSError) as error:
+    except TimeoutError:
         loop.close()
-        raise RunAbortedError(f"cannot join the run at the scheduler: {error!r}") from error
+        raise joining.unanswered("did not answer") from None
+    except OSError as error:
+        loop.close()
+        raise RunAbortedError(f"the scheduler hung up on a rank that was joining: {error!r}") from error
     except BaseException:
         loop.close()
         raise
@@ -470,10 +475,7 @@ class _Joining:
         self._patience = rules.round + rules.connect
 
     async def run(self, loop: asyncio.AbstractEventLoop) -> Channel:
-        worker = self._worker
-        comm = await connect(
-            worker.scheduler.address, self._rules.connect, deserialize=False, **worker.connection_args
-        )
+        comm = await self._connected()
         keep = False
         try:
             await comm.write(self._request())
@@ -493,6 +495,22 @@ class _Joining:
         finally:
             if not keep:
                 comm.abort()
+
+    async def _connected(self) -> Comm:
+        worker = self._worker
+        address, options = worker.scheduler.address, worker.connection_args
+        try:
+            return await connect(address, self._rules.connect, deserialize=False, **options)
+        except OSError as error:
+            raise self.unanswered("cannot be reached") from error
+
+    def unanswered(self, what: str) -> DaskpsError:
+        """Not a consequence of what happened elsewhere: a cause, for this rank's worker alone can tell."""
+        return DaskpsError(
+            f"The scheduler at {self._worker.scheduler.address} {what} from worker {self._worker.address}"
+            f" within {self._rules.connect:g} s, so rank {self._ticket.rank} could not join. If the network"
+            " is as slow as that, raise daskps.timeouts.connect."
+        )
 
     def _request(self) -> dict:
         ticket = self._ticket

@@ -163,3 +163,9 @@ class TestManyRanks:
         (imaginary, narrow), _ = through(like, (first, 0.0, 8.0), (second, 0.0, 8.0))
         assert (imaginary.tolist(), imaginary.dtype) == ([1 + 2j], torch.complex64)
         assert (narrow.tolist(), narrow.dtype) == ([1.0], torch.bfloat16)
+
+    def test_complex_tensors_may_begin_at_any_place(self):
+        like = [torch.zeros(1), torch.zeros(2, dtype=torch.complex64)]
+        values = [torch.tensor([1.0]), torch.tensor([1 + 2j, -3j])]
+        (_, imaginary), _ = through(like, (values, 0.0, 1.0), (values, 0.0, 1.0))
+        assert imaginary.tolist() == [1 + 2j, -3j]
