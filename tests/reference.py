@@ -14,6 +14,7 @@ from daskps import DistributedCNNClassifier
 MOMENTUM = {"optimizer": torch.optim.SGD, "optimizer__momentum": 0.9, "lr": 0.05}
 ADAM = {"optimizer": torch.optim.Adam, "lr": 0.001}
 PLAIN_SGD = {"optimizer": torch.optim.SGD, "lr": 0.1}
+DOUBLE = {"module__dtype": torch.float64}
 
 
 def digits(n=1003, dtype=np.float64):
@@ -26,6 +27,13 @@ def xy(n, k, seed=0):
     """Random images and labels that follow each other."""
     X = np.random.RandomState(seed).rand(n, 1, 8, 8).astype(np.float32)
     return X, np.arange(n) % k
+
+
+def numbered(n):
+    """Rows that carry their number in the first pixel."""
+    X, y = xy(n, 10)
+    X[:, 0, 0, 0] = np.arange(n)
+    return X, y
 
 
 def separable(n, k, by=2.0):

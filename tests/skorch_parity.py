@@ -10,13 +10,11 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 from nets import CNN3, write
-from reference import digits, distance, fit_daskps, fit_plain, make_net
+from reference import DOUBLE, digits, distance, fit_daskps, fit_plain, make_net
 from skorch import NeuralNetClassifier
 from skorch.callbacks import Callback, Checkpoint
 from skorch.dataset import Dataset
 from torch import nn
-
-DOUBLE = {"module__dtype": torch.float64}
 
 # 162 training rows make five batches of 32 and one of two rows, in which only one of two ranks takes
 # part; 41 validation rows make two batches.

@@ -10,6 +10,7 @@ from nets import CNN3, Normed, Softmax, WithPenalty
 from probes import states_by_rank
 from reference import (
     ADAM,
+    DOUBLE,
     MOMENTUM,
     PLAIN_SGD,
     assert_same_history,
@@ -28,8 +29,6 @@ from torch import nn
 
 from daskps import CNN
 from daskps._partitions import Batching, pieces, plan_batches
-
-DOUBLE = {"module__dtype": torch.float64}
 
 
 def images_28():

@@ -13,6 +13,7 @@ import torch
 from distributed import Client
 from nets import CNN3, Boom, Flat, Logged, read
 from reference import (
+    DOUBLE,
     PLAIN_SGD,
     assert_same_history,
     digits,
@@ -21,25 +22,18 @@ from reference import (
     fit_plain,
     identical,
     make_net,
+    numbered,
     separable,
     state,
     xy,
 )
 from skorch.callbacks import GradientNormClipping
 
-DOUBLE = {"module__dtype": torch.float64}
 MODES = ["batch", "epoch"]
 
 
 def chunked(X, rows):
     return da.from_array(X, chunks=(rows, *X.shape[1:]))
-
-
-def numbered(n):
-    """Rows that carry their number in the first pixel."""
-    X, y = xy(n, 10)
-    X[:, 0, 0, 0] = np.arange(n)
-    return X, y
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import torch
 from nets import CNN3, Flat, Logged, Normed, read
 from reference import (
     ADAM,
+    DOUBLE,
     MOMENTUM,
     PLAIN_SGD,
     digits,
@@ -17,6 +18,7 @@ from reference import (
     fit_plain,
     identical,
     make_net,
+    numbered,
     separable,
     state,
     xy,
@@ -26,8 +28,6 @@ from skorch.callbacks import LRScheduler
 from torch.utils.data import DataLoader
 
 from daskps._partitions import Batching, pieces, plan_local
-
-DOUBLE = {"module__dtype": torch.float64}
 
 
 def shards_of(n_rows, batch_size, n_workers):
@@ -259,13 +259,6 @@ def test_every_row_once_an_epoch(client, tmp_path, sync_every):
     assert len(ours.history_[0]["batches"]) == (9 if sync_every == "batch" else 3)
     for row in ours.history_:
         assert sum(batch["train_batch_size"] for batch in row["batches"]) == 142
-
-
-def numbered(n):
-    """Rows that carry their number in the first pixel."""
-    X, y = xy(n, 10)
-    X[:, 0, 0, 0] = np.arange(n)
-    return X, y
 
 
 @pytest.mark.parametrize("sync_every", ["batch", "epoch"])
