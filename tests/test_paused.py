@@ -116,3 +116,4 @@ def test_blocks_that_a_paused_worker_without_a_rank_has_to_compute(session_clien
     (persisted,) = session_client.persist([blocks], workers=[victim])
     wait_until(lambda: status_of(session_client, victim) == "paused")
     assert victim in fit_impatiently(session_client, persisted, y)
+    session_client.cancel([persisted])  # the error's traceback holds it as well
