@@ -252,7 +252,9 @@ def _bounds(array: Any) -> np.ndarray:
 
 
 def _memory_limits(client: Client) -> dict[str, float]:
-    workers = client.scheduler_info(n_workers=-1)["workers"]  # once five was all it told
+    # Not its scheduler_info: the client itself overwrites that with one of no workers every now and then.
+    scheduler: Any = client.scheduler
+    workers = client.sync(scheduler.identity, n_workers=-1)["workers"]
     return {address: worker["memory_limit"] or np.inf for address, worker in workers.items()}
 
 

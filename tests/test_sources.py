@@ -4,7 +4,7 @@ import dask.array as da
 import numpy as np
 import pytest
 import torch
-from probes import leftovers, wait_until
+from probes import leftovers, wait_until, workers_of
 from skorch import NeuralNetClassifier
 from skorch.dataset import Dataset, ValidSplit
 from skorch.helper import predefined_split
@@ -298,7 +298,7 @@ class TestAssemble:
 
 def test_what_has_arrived_is_let_go_if_something_else_cannot_be_sent(client, session_client):
     """Without a collection of garbage, which may not come for long."""
-    good, *_ = session_client.scheduler_info(n_workers=-1)["workers"]
+    good, *_ = workers_of(session_client)
     before = leftovers(session_client)
     gc.disable()
     try:
