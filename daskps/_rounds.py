@@ -97,9 +97,11 @@ class RoundServer:
         Raises
         ------
         OSError
-            If there is not so much memory.
+            If there is not so much memory, or the rounds are over: nobody would give it back.
         """
         with self._lock:
+            if self._over:
+                raise OSError("the rounds are over")
             if self._results is None:
                 self._results = Segment(reserve(self.server.capacity))
             return self._results

@@ -252,7 +252,9 @@ def _bounds(array: Any) -> np.ndarray:
 
 
 def _memory_limits(client: Client) -> dict[str, float]:
-    workers = client.scheduler_info(n_workers=-1)["workers"]  # once five was all it told
+    # Not its scheduler_info: the client itself overwrites that with one of no workers every now and then.
+    scheduler: Any = client.scheduler
+    workers = client.sync(scheduler.identity, n_workers=-1)["workers"]
     return {address: worker["memory_limit"] or np.inf for address, worker in workers.items()}
 
 
@@ -316,14 +318,28 @@ def scatter(client: Client, name: str, values: Sequence[Any], addresses: Sequenc
     async def send_all() -> list[Future]:
         keys = [f"daskps-{name}-{uuid.uuid4().hex}" for _ in values]
         # One after the other would take as long as all together.
-        sent = [
-            client.scatter({key: value}, workers=[address], hash=False, asynchronous=True)
+        sending = [
+            asyncio.ensure_future(
+                client.scatter({key: value}, workers=[address], hash=False, asynchronous=True)
+            )
             for key, value, address in zip(keys, values, addresses, strict=True)
         ]
-        arrived = await to_the_end(asyncio.gather(*sent))
+        try:
+            arrived = await to_the_end(asyncio.gather(*sending))
+        except BaseException:
+            for task in sending:
+                task.add_done_callback(_let_go)
+            raise
         return [futures[key] for key, futures in zip(keys, arrived, strict=True)]
 
     return client.sync(send_all)
+
+
+def _let_go(sending: asyncio.Task) -> None:
+    """Release what has arrived, of which the error's traceback may keep futures."""
+    if not sending.cancelled() and sending.exception() is None:
+        for future in sending.result().values():
+            future.release()
 
 
 def _scatter_once(

@@ -95,9 +95,12 @@ class Watch:
         with self._running(function(*args, **kwargs)) as running:
             while not running.done():
                 self.next()
-        if running.cancelled() or running.exception() is not None:
-            self._wait_for_news()
-        return running.result()
+        try:
+            if running.cancelled() or running.exception() is not None:
+                self._wait_for_news()
+            return running.result()
+        finally:
+            del running  # it holds the error, which holds this frame and all that its callers hold
 
     def ask(self, function: Callable, at_most: float = math.inf, **kwargs: Any) -> Any:
         """Ask the scheduler for workers, which may take as long as there are too few.

@@ -86,11 +86,11 @@ def mortal_cluster():
 
 def bring_back(client):
     """Wait for all workers; a nanny does not replace one whose connection to Dask was cut."""
-    from probes import wait_until
+    from probes import wait_until, workers_of
 
     def is_back():
         replace_nannies(client.cluster)
-        return len(client.scheduler_info(n_workers=-1)["workers"]) == N_MORTALS
+        return len(workers_of(client)) == N_MORTALS
 
     wait_until(is_back, seconds=240)
 

@@ -37,6 +37,11 @@ def on_worker(dask_worker):
     return [("data", str(key)) for key in dask_worker.data] + [("seat", run) for run, _ in seats]
 
 
+def workers_of(client):
+    """What Dask says of every worker; its client overwrites ``scheduler_info`` every now and then."""
+    return client.sync(client.scheduler.identity, n_workers=-1)["workers"]
+
+
 def leftovers(client):
     """What is left on the whole cluster."""
     left = {"scheduler": client.run_on_scheduler(on_scheduler), **client.run(on_worker)}

@@ -20,7 +20,7 @@ import torch
 from conftest import bring_back
 from faults import N_CLASSES, HaltsIn, address_of, first_halted, is_alive, kill, state_of, stop
 from nets import CNN3, MARK, Halting
-from probes import leftovers, wait_until
+from probes import leftovers, wait_until, workers_of
 from ranks import fds
 from reference import distance, fit_daskps, fit_plain, make_net, xy
 
@@ -84,7 +84,7 @@ def test_all_pairs_are_covered():
 
 
 def is_known(client, address):
-    return address in client.scheduler_info(n_workers=-1)["workers"]
+    return address in workers_of(client)
 
 
 # Faults. Each returns how to see that it has happened.

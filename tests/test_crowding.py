@@ -3,6 +3,7 @@ import warnings
 
 import numpy as np
 import pytest
+from probes import workers_of
 
 from daskps import DistributedCNNClassifier
 from daskps._crowding import Place, crowding
@@ -40,7 +41,7 @@ def bind(client, cores):
     """Bind the thread of every worker, in which its rank will be, to these cores."""
     tasks = [
         client.submit(os.sched_setaffinity, 0, cores, workers=[address], pure=False)
-        for address in client.scheduler_info(n_workers=-1)["workers"]
+        for address in workers_of(client)
     ]
     client.gather(tasks)
 

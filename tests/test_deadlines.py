@@ -8,7 +8,7 @@ import pytest
 import torch
 from faults import address_of, fit_and, halting_net, is_alive, marked, stop, wait_for_file
 from nets import CNN3
-from probes import wait_until
+from probes import wait_until, workers_of
 from reference import distance, fit_daskps, fit_plain, make_net, xy
 
 from daskps import RoundTimeoutError, WorkerBusyError
@@ -58,7 +58,7 @@ def test_a_worker_that_is_busy_with_other_tasks(client, session_client, tmp_path
     """The error names the tasks, also with a single rank, which waits for nobody."""
     X, y = xy(203, 3)
     net = make_net(CNN3, module__n=3)
-    workers = sorted(session_client.scheduler_info(n_workers=-1)["workers"])
+    workers = sorted(workers_of(session_client))
     busy, gate = workers[0], tmp_path / "gate"
     other = session_client.submit(wait_for_file, str(gate), workers=[busy], key="somebody-elses")
     try:

@@ -10,7 +10,7 @@ from conftest import local_cluster
 from distributed import Client
 from faults import Calls, wait_for_ready
 from nets import CNN3
-from probes import wait_until
+from probes import wait_until, workers_of
 from reference import distance, fit_daskps, fit_plain, make_net, xy
 
 from daskps import ClusterTooSmallError
@@ -47,7 +47,7 @@ def test_new_workers_are_used_from_the_next_epoch_on(mortals):
         ours = fit_daskps(mortals, net, X, y)
     finally:
         mortals.cluster.scale(3)
-        wait_until(lambda: len(mortals.scheduler_info(n_workers=-1)["workers"]) == 3)
+        wait_until(lambda: len(workers_of(mortals)) == 3)
     assert [[e.rank for e in ours.report_.ranks if e.epoch == n] for n in (0, 1, 2)] == [
         [0, 1, 2],
         [0, 1, 2, 3],

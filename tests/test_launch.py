@@ -19,7 +19,7 @@ import torch
 from conftest import local_cluster
 from distributed import Client, SubprocessCluster
 from nets import CNN3, Boom, Gated, Leaves, Logged, read
-from probes import leftovers, wait_until
+from probes import leftovers, wait_until, workers_of
 from reference import identical, make_net, separable, state, xy
 from sklearn.base import clone
 from sklearn.model_selection import GridSearchCV
@@ -184,7 +184,7 @@ def test_one_rank_raises(client, session_client, sync_every):
 
 
 def workers(client):
-    return list(client.scheduler_info(n_workers=-1)["workers"])
+    return list(workers_of(client))
 
 
 def test_all_ranks_raise(client):

@@ -21,7 +21,7 @@ from faults import (
     wait_for_ready,
 )
 from nets import CNN3
-from probes import wait_until
+from probes import wait_until, workers_of
 from reference import ADAM, MOMENTUM, assert_same_history, distance, fit_plain, identical, make_net
 
 from daskps import DistributedCNNClassifier, WorkerLostError
@@ -108,7 +108,7 @@ def test_a_worker_that_is_lost_between_two_epochs(mortals):
     def lose():
         address, pid = sorted(mortals.run(os.getpid).items())[0]
         kill(pid)
-        wait_until(lambda: address not in mortals.scheduler_info(n_workers=-1)["workers"])
+        wait_until(lambda: address not in workers_of(mortals))
 
     net = make_net(CNN3, module__n=N_CLASSES, callbacks=[("loses", Calls(lose, epoch=1))])
     ours = DistributedCNNClassifier(net, client=mortals, n_workers=3).fit(X, y)

@@ -9,7 +9,7 @@ import dask.array as da
 import pytest
 from distributed import Status, get_worker
 from nets import CNN3
-from probes import wait_until
+from probes import wait_until, workers_of
 from reference import fit_daskps, make_net, xy
 
 from daskps import WorkerBusyError
@@ -83,7 +83,7 @@ def pause_on(block, address):
 @pytest.fixture
 def victim(client, session_client):
     """The address of a worker; afterwards it runs again."""
-    address = sorted(session_client.scheduler_info(n_workers=-1)["workers"])[1]
+    address = sorted(workers_of(session_client))[1]
     before = dask.config.get("distributed.worker.memory.pause")
     yield address
     session_client.run(set_pause, before, workers=[address])
@@ -91,7 +91,7 @@ def victim(client, session_client):
 
 
 def status_of(client, address):
-    return client.scheduler_info(n_workers=-1)["workers"][address]["status"]
+    return workers_of(client)[address]["status"]
 
 
 def fit_impatiently(client, X, y):
@@ -116,3 +116,4 @@ def test_blocks_that_a_paused_worker_without_a_rank_has_to_compute(session_clien
     (persisted,) = session_client.persist([blocks], workers=[victim])
     wait_until(lambda: status_of(session_client, victim) == "paused")
     assert victim in fit_impatiently(session_client, persisted, y)
+    session_client.cancel([persisted])  # the error's traceback holds it as well

@@ -20,6 +20,8 @@ from daskps import _wire
 from daskps._aggregators import CHUNK
 from daskps._interpreter import EAGER_SECONDS
 from daskps._links import SocketLink, receive_into
+from daskps._rounds import RoundServer
+from daskps._server import ParameterServer
 from daskps._spec import Contribution
 from daskps.exceptions import (
     DaskpsError,
@@ -249,6 +251,17 @@ class TestResult:
             return counts
 
         assert side_by_side(2, rank_does, kinds=kinds) == [[0, 1, 2, 2]] * 2
+
+
+def test_there_is_no_memory_of_rounds_that_are_over():
+    """A rank may join just when they end, and nobody would close the memory."""
+    over = threading.Event()
+    rounds = RoundServer(ParameterServer("run", 2), 20.0, over.set)
+    rounds.agree(64)
+    rounds.close(RunAbortedError("the test is over"))
+    assert over.wait(20)
+    with pytest.raises(OSError, match="over"):
+        rounds.results()
 
 
 class TestManyRanks:
