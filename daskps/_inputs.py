@@ -200,7 +200,9 @@ def _check_one_kind(y: np.ndarray) -> None:
         sorted(kinds.values())
     except TypeError as error:
         names = sorted(kind.__name__ for kind in kinds)
-        raise TypeError(f"Labels have to be of one kind, those of y are {names}: {error}") from error
+        raise ValueError(  # in the words of scikit-learn, which does not say which kinds
+            f"Unknown label type: unknown. Labels have to be of one kind, those of y are {names}."
+        ) from error
 
 
 def _refuse_one_class(estimator: BaseEstimator, labels: np.ndarray) -> None:

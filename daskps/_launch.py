@@ -82,6 +82,8 @@ class Run:
         self.run_id = run_id
         self.addresses = addresses
         self.shards: list[Future] = []
+        self.let_go: list[str] = []
+        """Keys that it wanted until lately; the scheduler may not have heard of that yet."""
         self._warned = False
         self._places: dict[int, Place] | None = {}
 
@@ -139,6 +141,7 @@ class Run:
         """Let go of what the workers hold."""
         for shard in self.shards:
             shard.release()
+        self.let_go += [str(shard.key) for shard in self.shards]
         self.shards = []
 
     def epoch(self, orders: Sequence[Order], opening: Opening | None, on_steps: Progress) -> list[Result]:
@@ -217,6 +220,7 @@ class Run:
                 self.client.cancel([future for future in futures if not future.done()])
             for future in futures:
                 future.release()
+            self.let_go = [str(future.key) for future in futures]
 
     def _send(self, opening: Opening) -> Future:
         """Bring the state to one worker, from which the others get it with their task.
@@ -379,6 +383,7 @@ def open_run(client: Client, n_workers: int | None, most: int, at_most: float = 
         "workers": _as_list(annotations.get("workers")),
         "resources": annotations.get("resources"),
     }
+    let_go: list[str] = []
     try:
         with events_of(client, run_id) as events:
             register(client)  # a few messages that the subscription to the events is ahead of
@@ -389,8 +394,9 @@ def open_run(client: Client, n_workers: int | None, most: int, at_most: float = 
                 yield run
             finally:
                 run.forget_shards()
+                let_go = run.let_go
     finally:
-        _close(client, run_id)
+        _close(client, run_id, let_go)
 
 
 def register(client: Client) -> None:
@@ -416,11 +422,12 @@ def _is_about_loading(error: Exception) -> bool:
     return isinstance(error, kinds) or any(kind in str(error) for kind in ("ModuleNotFound", "ImportError"))
 
 
-def _close(client: Client, run_id: str) -> None:
+def _close(client: Client, run_id: str, let_go: list[str]) -> None:
     try:
         client.sync(
             getattr(client.scheduler, CLOSE),
             run_id=run_id,
+            keys=let_go,
             callback_timeout=config.seconds("timeouts.close"),
         )
     except Exception:

@@ -81,6 +81,7 @@ def _are_resources(value: Any) -> bool:
 
 
 _TEXT = Field(f"a string of 1 to {_MOST_TEXT} characters", _is_text)
+_KEYS = Field("a list of keys of tasks", _are_keys)
 _TRUTH = Field("true or false", lambda value: isinstance(value, bool))
 _COUNT = _integer(1, 2**63 - 1)
 _SIZE = _integer(0, 2**63 - 1)
@@ -99,8 +100,8 @@ FIELDS: dict[str, dict[str, Field]] = {
         "resources": Field("numbers by name", _are_resources).or_none(),
     },
     RENEW: {"run_id": _TEXT, "join": _TRUTH},
-    CLOSE: {"run_id": _TEXT},
-    PAUSED: {"keys": Field("a list of keys of tasks", _are_keys)},
+    CLOSE: {"run_id": _TEXT, "keys": _KEYS},
+    PAUSED: {"keys": _KEYS},
     JOIN: {
         "run_id": _TEXT,
         "rank": _ORDINAL,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from time import monotonic
 from typing import Any
 
 from distributed import Scheduler
@@ -28,6 +29,9 @@ from daskps._spec import CLOSE, HELLO, JOIN, LEFT, OPEN, PAUSED, RENEW, SCHEDULE
 from daskps.exceptions import DaskpsError, InvalidMessageError, RunAbortedError, StaleMessageError
 
 logger = logging.getLogger("daskps")
+
+# A fit ends also where Dask keeps what it was told to let go of.
+_RELEASE_SECONDS = 1.0
 
 
 class DaskpsSchedulerPlugin(SchedulerPlugin):
@@ -137,12 +141,19 @@ class DaskpsSchedulerPlugin(SchedulerPlugin):
         run.serve(lambda: self.lookout.cut_off(run))
         self.lookout.start()
 
-    async def close_run(self, run_id: str) -> None:
-        """End a run, or a request for one."""
+    async def close_run(self, run_id: str, keys: list[str]) -> None:
+        """End a run, or a request for one, and answer when its client has let go of these keys.
+
+        That travels apart from this message. A cluster that is closed before it has come complains of
+        the loss of data that nobody wants.
+        """
         if run_id not in self.runs:
             self.lender.release(run_id)
         self._end(run_id, RunAbortedError("the client closed the run"))
         self.lender.wake()
+        deadline = monotonic() + _RELEASE_SECONDS
+        while monotonic() < deadline and any(key in self.scheduler.tasks for key in keys):
+            await asyncio.sleep(0.001)
 
     async def paused(self, keys: list[str]) -> list[Paused]:
         """The workers that keep tasks of a run waiting because Dask has paused them."""

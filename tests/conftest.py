@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
 
 # Before anything loads torch, here or in a worker: two pools that spin would fight for the cores.
 for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
@@ -30,11 +29,9 @@ def local_cluster(**options):
 @pytest.fixture(scope="session")
 def fork_server():
     """Workers are forked from a process that has imported torch, which costs more than most tests do."""
-    from distributed.utils import get_mp_context
-
     with dask.config.set({"distributed.worker.multiprocessing-method": "forkserver"}):
         # Dask sets a list of its own at the first call, without torch.
-        get_mp_context().set_forkserver_preload(["distributed", "torch", "skorch"])
+        get_mp_context().set_forkserver_preload(["distributed", "torch", "skorch", "daskps._worker"])
         yield
 
 
@@ -75,13 +72,10 @@ N_MORTALS = 3
 
 
 @pytest.fixture(scope="session")
-def mortal_cluster():
-    with ExitStack() as stack:
-        stack.enter_context(dask.config.set({"distributed.worker.multiprocessing-method": "forkserver"}))
-        # Dask sets a list of its own at the first call, without torch.
-        get_mp_context().set_forkserver_preload(["distributed", "torch", "skorch", "daskps._worker"])
-        cluster = stack.enter_context(local_cluster(n_workers=N_MORTALS, processes=True))
-        yield stack.enter_context(Client(cluster, set_as_default=False))
+def mortal_cluster(fork_server):
+    options = {"n_workers": N_MORTALS, "processes": True}
+    with local_cluster(**options) as cluster, Client(cluster, set_as_default=False) as client:
+        yield client
 
 
 def bring_back(client):

@@ -86,7 +86,7 @@ class TestLabels:
 
     @pytest.mark.parametrize("y", [["a", 1, None] * 2, [1, "a", 2.5] * 2])
     def test_of_several_kinds_are_named(self, y):
-        with pytest.raises(TypeError, match=r"Labels .* one kind, those of y are \[.*'int'.*'str'\]"):
+        with pytest.raises(ValueError, match=r"Labels .* one kind, those of y are \[.*'int'.*'str'\]"):
             check(images(), np.array(y, object))
 
     def test_that_are_declared_may_be_absent(self):

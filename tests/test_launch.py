@@ -563,3 +563,16 @@ def test_the_scheduler_keeps_nothing(two_workers):
 
     wait_until(lambda: two_workers.run_on_scheduler(rest) == 0)
     wait_until(lambda: not any(two_workers.run(seats).values()))
+
+
+def test_when_a_fit_returns_the_scheduler_has_let_go_of_its_keys(client):
+    """Not a moment later: a cluster may be closed in the next line."""
+
+    def ours(dask_scheduler):
+        return [key for key in dask_scheduler.tasks if "daskps" in str(key)]
+
+    X, y = xy(40, 3)
+    for _ in range(10):
+        net = make_net(CNN3, module__n=3, max_epochs=1, train_split=None)
+        DistributedCNNClassifier(net, client=client, n_workers=2).fit(X, y)
+        assert client.run_on_scheduler(ours) == []

@@ -41,7 +41,7 @@ GOOD = {
         "resources": {"GPU": 1},
     },
     RENEW: {"run_id": RUN_ID, "join": True},
-    CLOSE: {"run_id": RUN_ID},
+    CLOSE: {"run_id": RUN_ID, "keys": ["daskps-shard-1"]},
     PAUSED: {"keys": ["x", "y-0"]},
     JOIN: {"run_id": RUN_ID, "rank": 1, "generation": 0, "capacity": 64, "shared_memory": True},
     HELLO: {"worker": "tcp://127.0.0.1:1", "process": "0", "version": daskps.__version__},

@@ -456,25 +456,32 @@ class TestRankThatCloses:
 
     @pytest.mark.parametrize("close", [socket.socket.close, close_hard], ids=["close", "reset"])
     @pytest.mark.parametrize("pair", SOCKETS)
-    @pytest.mark.parametrize("gone", [0, 1])
-    def test_instead_of_taking_the_result_ends_the_run(self, gone, pair, close, caplog):
-        """Rank 0 is answered first: the other has its result, or it does not get one any more."""
+    @pytest.mark.parametrize("came", ["last", "first"])
+    def test_instead_of_taking_the_result_ends_the_run(self, came, pair, close, caplog):
+        """Who comes last is answered first: the other never gets the result, or has it already."""
         n_values = 1 << 20  # more than the buffers of a socket hold
+        taken = threading.Event()
         with hub(2, n_bytes=8 * n_values) as opened:
-            channel, sock = opened.channel(1 - gone), opened.sock(gone, pair)
+            channel, sock = opened.channel(0), opened.sock(1, pair)
 
             def leave():
-                say(sock, gone, np.ones(n_values), reduction="sum")
+                if came == "last":
+                    has_arrived(opened, 0)
+                say(sock, 1, np.ones(n_values), reduction="sum")
+                if came == "first":
+                    assert taken.wait(30)
                 close(sock)
 
             def stay():
-                values = np.ones(n_values)
+                if came == "first":
+                    has_arrived(opened, 1)
                 for _ in range(3):
-                    channel.push_pull(values, 1.0, "sum")
+                    channel.push_pull(np.ones(n_values), 1.0, "sum")
+                    taken.set()
 
             _, error = outcomes(leave, stay)
             assert type(error) is RunAbortedError
-            assert channel.traffic.rounds <= gone
+            assert channel.traffic.rounds == (came == "first")
             opened.join()
         assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 

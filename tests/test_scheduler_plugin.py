@@ -173,7 +173,7 @@ def test_a_lease_ends_when_the_ranks_have_left(client, session_client, tmp_path)
 
 
 async def end_run(run_id, dask_scheduler):
-    await dask_scheduler.plugins[SCHEDULER_PLUGIN].close_run(run_id)
+    await dask_scheduler.plugins[SCHEDULER_PLUGIN].close_run(run_id, [])
 
 
 def test_ranks_leave_when_their_client_is_gone(client, session_client, cluster, tmp_path):
