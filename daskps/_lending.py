@@ -122,7 +122,9 @@ class Lender:
             if not silent and n_processes >= wanted:
                 short_since = monotonic()  # there are enough, other runs hold them
             elif monotonic() - short_since > patience:
-                raise _too_small(request, n_processes, silent, patience)
+                if silent:
+                    raise _not_loaded(silent, patience)
+                raise _too_small(request, n_processes, patience, self._unusable(terms))
             await self.change(at_most=0.5)
         raise RunAbortedError(f"the request for run {request.run_id} was taken back")
 
@@ -153,6 +155,19 @@ class Lender:
             and all(state.resources.get(key, 0) >= value for key, value in terms.resources.items())
         ]
 
+    def _unusable(self, terms: Terms) -> str:
+        """Why workers that are there cannot be lent."""
+        states = self.scheduler.workers.values()
+        paused = [state.address for state in states if state.status == Status.paused]
+        n_others = sum(state.status == Status.running for state in states) - len(self._usable(terms))
+        why = f" Dask has paused {paused}, whose memory is nearly full." if paused else ""
+        if n_others:
+            why += (
+                f" Not among them: {n_others} that the annotations around the fit exclude"
+                f" (workers={terms.workers}, resources={terms.resources})."
+            )
+        return why
+
     def _resolve(self, workers: Iterable[str]) -> set[str]:
         """Addresses of workers given by address, host name or alias, as ``Client.submit`` takes them."""
         known = [self.scheduler.coerce_address(w) if w in self.scheduler.aliases else w for w in workers]
@@ -172,13 +187,15 @@ def _refuse_other_versions(eligible: dict[str, str]) -> None:
             )
 
 
-def _too_small(request: Request, n_processes: int, silent: list[str], patience: float) -> DaskpsError:
-    if silent:
-        return InstallationError(
-            f"The workers {silent} did not load daskps within {patience:g} s: install daskps"
-            f" {daskps.__version__} in their environment and restart them."
-        )
+def _not_loaded(silent: list[str], patience: float) -> DaskpsError:
+    return InstallationError(
+        f"The workers {silent} did not load daskps within {patience:g} s: install daskps"
+        f" {daskps.__version__} in their environment and restart them."
+    )
+
+
+def _too_small(request: Request, n_processes: int, patience: float, unusable: str) -> DaskpsError:
     return ClusterTooSmallError(
-        f"The fit asked for {request.wanted(n_processes)} workers (n_workers={request.n_workers}) and"
-        f" {n_processes} usable worker processes came within daskps.timeouts.workers ({patience:g} s)."
+        f"The fit asked for {request.wanted(n_processes)} process(es) (n_workers={request.n_workers}),"
+        f" and {n_processes} usable came within daskps.timeouts.workers ({patience:g} s).{unusable}"
     )

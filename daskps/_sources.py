@@ -240,7 +240,6 @@ class DaskSource:
             cut.training.layout(rank),
             workers=[address],
             pure=False,
-            retries=3,
             key=f"daskps-shard-{uuid.uuid4().hex}",
         )
         return shard, kept
@@ -259,7 +258,7 @@ def _memory_limits(client: Client) -> dict[str, float]:
 
 
 def _compute(client: Client, values: list, address: str) -> list[Future]:
-    return client.compute(values, workers=[address], retries=3)
+    return client.compute(values, workers=[address])
 
 
 def _keep_blocks(client: Client, stretch: Any, address: str) -> tuple[list[Future], list[Future]]:

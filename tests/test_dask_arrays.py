@@ -236,15 +236,21 @@ def test_not_a_number_in_one_chunk(client):
         fit_daskps(client, make_net(CNN3), chunked(X, 50), y, n_workers=2)
 
 
-def test_a_chunk_that_cannot_be_computed(client):
+@pytest.mark.parametrize("retries", [0, 1])
+def test_a_chunk_that_cannot_be_computed(client, tmp_path, retries):
+    """It is tried once, or as often as the user asks Dask to."""
     X, y = digits(203, np.float32)
-    array = chunked(X, 50).map_blocks(fail_late, dtype=X.dtype, meta=X[:0])
-    with pytest.raises(OSError, match="the disk is gone"):
+    tries = tmp_path / "tries"
+    array = chunked(X, 50).map_blocks(fail_late, tries=str(tries), dtype=X.dtype, meta=X[:0])
+    with dask.annotate(retries=retries), pytest.raises(OSError, match="the disk is gone"):
         fit_daskps(client, make_net(CNN3), array, y, n_workers=2)
+    assert tries.read_text() == "tried\n" * (retries + 1)
 
 
-def fail_late(block, block_info=None):
+def fail_late(block, tries, block_info=None):
     if block_info[0]["chunk-location"][0] == 2:
+        with open(tries, "a") as file:
+            file.write("tried\n")
         raise OSError("the disk is gone")
     return block
 

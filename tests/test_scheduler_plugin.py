@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -101,8 +102,19 @@ def test_more_than_there_are(client, session_client):
         wait_until(lambda: waiting(session_client))
         with open_run(session_client, 4, 4) as run:
             assert run.world_size == 4
-        with pytest.raises(ClusterTooSmallError, match=r"5 workers.* 4 usable worker processes"):
+        with pytest.raises(ClusterTooSmallError, match=r"5 process.* 4 usable came"):
             too_many.result(20)
+
+
+def test_workers_that_annotations_exclude_are_counted(client, session_client, cluster):
+    one = sorted(cluster.scheduler.workers)[0]
+    excluded = rf"1 usable came.* Not among them: 3 that the annotations .*workers=\['{one}'\]"
+    with (
+        dask.config.set({"daskps.timeouts.workers": "50ms"}),
+        dask.annotate(workers=[one]),
+        pytest.raises(ClusterTooSmallError, match=excluded),
+    ):
+        open_run(session_client, 2, 2).__enter__()
 
 
 def test_a_long_wait_for_others_is_no_small_cluster(client, session_client):
@@ -136,6 +148,13 @@ def test_workers_that_do_not_run_are_not_used(client, session_client, cluster, s
         with open_run(session_client, None, 8) as run:
             assert run.world_size == 3
             assert idle not in run.addresses
+        too_few = rf"4 process.* 3 usable.*Dask has paused \['{idle}'\]"
+        with (
+            dask.config.set({"daskps.timeouts.workers": "50ms"}),
+            pytest.raises(ClusterTooSmallError) as raised,
+        ):
+            open_run(session_client, 4, 4).__enter__()
+        assert bool(re.search(too_few, str(raised.value))) is (status == Status.paused)
     finally:
         session_client.run_on_scheduler(set_status, "running")
     with open_run(session_client, None, 8) as run:
