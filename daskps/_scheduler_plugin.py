@@ -147,10 +147,8 @@ class DaskpsSchedulerPlugin(SchedulerPlugin):
         That travels apart from this message. A cluster that is closed before it has come complains of
         the loss of data that nobody wants.
         """
-        if run_id not in self.runs:
-            self.lender.release(run_id)
         self._end(run_id, RunAbortedError("the client closed the run"))
-        self.lender.wake()
+        self._release(run_id)
         deadline = monotonic() + _RELEASE_SECONDS
         while monotonic() < deadline and any(key in self.scheduler.tasks for key in keys):
             await asyncio.sleep(0.001)
