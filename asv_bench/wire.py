@@ -91,7 +91,7 @@ def tls_cluster(n_workers: int) -> Iterator[Client]:
     """The same with TLS; its scheduler is in this process."""
     options = {"threads_per_worker": 1, "scheduler_kwargs": {"dashboard_address": ":0"}}
     security = Security.temporary()
-    with LocalCluster(n_workers, security=security, **options) as local, Client(local) as client:
+    with LocalCluster(n_workers=n_workers, security=security, **options) as local, Client(local) as client:
         yield client
 
 
