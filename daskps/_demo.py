@@ -47,7 +47,8 @@ def demo(data: str, n_workers: int, n_epochs: int) -> list[Line]:
     # A busy machine tears an interpreter with torch down in more than the seconds that Dask allows.
     logging.getLogger("distributed.nanny").setLevel(logging.ERROR)
     print(_describe(data, split, n_workers, n_epochs), flush=True)
-    cluster = LocalCluster(n_workers, threads_per_worker=1, scheduler_kwargs={"dashboard_address": ":0"})
+    no_port = {"dashboard_address": ":0"}
+    cluster = LocalCluster(n_workers=n_workers, threads_per_worker=1, scheduler_kwargs=no_port)
     with cluster, Client(cluster, set_as_default=False) as client:
         plain = _train_plainly(split, n_epochs)
         trained = [_train(split, n_epochs, mode, n_workers, client) for mode in ("batch", "epoch")]

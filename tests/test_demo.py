@@ -1,3 +1,5 @@
+import pytest
+
 from daskps import _demo, cli
 
 
@@ -25,3 +27,20 @@ def test_missing_data_is_one_line_that_says_what_to_install(monkeypatch, tmp_pat
     monkeypatch.setenv("DASKPS_DATA", str(tmp_path))
     assert cli.main(["demo", "--data", "fashion-mnist"]) == 1
     assert "apt-get install dataset-fashion-mnist" in capsys.readouterr().err
+
+
+def test_cluster_has_as_many_workers_as_are_asked_for(monkeypatch):
+    """Not as many as the machine has cores."""
+    asked = []
+
+    class Seen(Exception):
+        pass
+
+    def cluster(*args, **options):
+        asked.append((args, options["n_workers"]))
+        raise Seen
+
+    monkeypatch.setattr("distributed.LocalCluster", cluster)
+    with pytest.raises(Seen):
+        _demo.demo("digits", 5, 1)
+    assert asked == [((), 5)]

@@ -182,7 +182,7 @@ def user_cluster(n_workers: int, n_threads: int) -> Iterator[Any]:
     from distributed import Client, LocalCluster
 
     options = {"threads_per_worker": n_threads, "scheduler_kwargs": {"dashboard_address": ":0"}}
-    with LocalCluster(n_workers, **options) as cluster, Client(cluster) as client:
+    with LocalCluster(n_workers=n_workers, **options) as cluster, Client(cluster) as client:
         yield client
 
 
