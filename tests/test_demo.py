@@ -33,14 +33,14 @@ def test_cluster_has_as_many_workers_as_are_asked_for(monkeypatch):
     """Not as many as the machine has cores."""
     asked = []
 
-    class Seen(Exception):
+    class SeenError(Exception):
         pass
 
     def cluster(*args, **options):
         asked.append((args, options["n_workers"]))
-        raise Seen
+        raise SeenError
 
     monkeypatch.setattr("distributed.LocalCluster", cluster)
-    with pytest.raises(Seen):
+    with pytest.raises(SeenError):
         _demo.demo("digits", 5, 1)
     assert asked == [((), 5)]
