@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 
 from benchmarks import contenders
+
+from daskps import _machine
 
 
 def turns(batch_size: int, options: argparse.Namespace) -> dict[str, list[float]]:
@@ -48,24 +48,6 @@ def table(figures: dict[str, list[float]]) -> str:
     return "\n".join(lines)
 
 
-def hardware() -> dict[str, str]:
-    """The machine and the versions."""
-    from importlib.metadata import version
-
-    model = platform.processor() or platform.machine()
-    if os.path.exists("/proc/cpuinfo"):
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            names = [line.split(":")[1].strip() for line in file if line.startswith("model name")]
-        model = names[0] if names else model
-    packages = ("torch", "skorch", "distributed", "numpy")
-    return {
-        "processor": model,
-        "cores": str(len(os.sched_getaffinity(0))),
-        "python": platform.python_version(),
-        **{name: version(name) for name in packages},
-    }
-
-
 def main() -> None:
     """Run all contenders in turn and print a table for each batch size."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -75,7 +57,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="contenders whose name has this in it")
     parser.add_argument("--json", metavar="F", help="write all figures to this file")
     options = parser.parse_args()
-    machine = hardware()
+    machine = _machine.describe()
     print(", ".join(f"{key} {value}" for key, value in machine.items()), flush=True)
     figures = {batch_size: turns(batch_size, options) for batch_size in options.batches}
     for batch_size, measured in figures.items():

@@ -19,9 +19,10 @@ from typing import Any
 
 import dask
 import numpy as np
-import peers
 from distributed import Client, LocalCluster, Security, get_worker
 from distributed.deploy.subprocess import SubprocessCluster
+
+from daskps import _machine
 
 CNN = 421_642  # parameters of the CNN in benchmarks/nets.py
 SIZES = (1, 10_000, CNN, 1_000_000, 10_000_000)
@@ -283,7 +284,7 @@ def main() -> None:
         "scheduler": scheduler,
         "flood": under_flood,
     }
-    machine = peers.hardware()
+    machine = _machine.describe()
     print(", ".join(f"{key} {value}" for key, value in machine.items()), flush=True)
     # Eight workers that load torch on two cores take a while to come.
     with dask.config.set({"daskps.timeouts.workers": "5m"}):

@@ -67,12 +67,14 @@ def restore_malloc() -> None:
         _users -= 1
         if _users == 0 and _trims_eagerly():
             _set({option: _from_environment(option) for option in _OPTIONS})
-            _trim()
+            release_freed()
 
 
 def release_freed() -> None:
     """Hand what this process has freed back to the kernel, however its allocator is tuned."""
-    _trim()
+    malloc_trim = getattr(_libc(), "malloc_trim", None)
+    if malloc_trim is not None:
+        malloc_trim(0)
 
 
 @contextmanager
@@ -111,12 +113,6 @@ def _set(values: dict[_Option, int]) -> None:
     if mallopt is not None:
         for option, value in values.items():
             mallopt(option.number, value)
-
-
-def _trim() -> None:
-    malloc_trim = getattr(_libc(), "malloc_trim", None)
-    if malloc_trim is not None:
-        malloc_trim(0)
 
 
 @functools.cache

@@ -32,7 +32,6 @@ from daskps._partitions import (
     plan_batches,
     plan_local,
 )
-from daskps._watch import to_the_end
 
 # What of a worker's memory limit a rank's stretch of a dask array may take to be put together to one
 # array, which for a moment takes three times that.
@@ -324,7 +323,9 @@ def scatter(client: Client, name: str, values: Sequence[Any], addresses: Sequenc
             for key, value, address in zip(keys, values, addresses, strict=True)
         ]
         try:
-            arrived = await to_the_end(asyncio.gather(*sending))
+            # A scatter that is cancelled half-way leaves its keys in the cluster: Dask keeps them for the
+            # client, which has no futures to let go of.
+            arrived = await asyncio.shield(asyncio.gather(*sending))
         except BaseException:
             for task in sending:
                 task.add_done_callback(_let_go)

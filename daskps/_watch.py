@@ -7,17 +7,15 @@ import concurrent.futures
 import math
 import queue
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from time import monotonic
-from typing import Any, TypeVar
+from typing import Any
 
 from distributed import Client, Future
 
 from daskps._spec import PLACEHOLDER
 from daskps.exceptions import RunAbortedError, WorkerLostError
-
-Result = TypeVar("Result")
 
 # How often to look whether the client still has its scheduler, while nothing happens.
 _LOOK_SECONDS = 2.0
@@ -161,15 +159,6 @@ class Watch:
         deadline = monotonic() + _NEWS_SECONDS
         while monotonic() < deadline:
             self.next(deadline - monotonic())
-
-
-async def to_the_end(work: Awaitable[Result]) -> Result:
-    """Wait for something that goes on when the one who waits is cancelled.
-
-    A scatter that is cancelled half-way leaves its keys in the cluster: Dask keeps them for the client,
-    which has no futures to let go of.
-    """
-    return await asyncio.shield(work)
 
 
 def _release(futures: list[Future]) -> None:

@@ -7,7 +7,7 @@ import threading
 import pytest
 from probes import wait_until
 
-from daskps._watch import Watch, to_the_end
+from daskps._watch import Watch
 from daskps.exceptions import RunAbortedError, WorkerLostError
 
 LOST = {"run_id": "run", "generation": 0, "lost": "worker a left", "worker": "tcp://a", "round": 3}
@@ -159,7 +159,7 @@ def test_what_has_begun_is_ended_though_nobody_waits_for_it(watch):
         ended.set()
 
     async def sent():
-        await to_the_end(send())
+        await asyncio.shield(send())
 
     with pytest.raises(WorkerLostError):
         watch.sync(sent)
