@@ -27,9 +27,12 @@ from daskps._handover import can_be_taken, take_socket
 from daskps._links import receive_into
 from daskps._narrow import narrowed, widened
 from daskps._sharedmemory import Segment
-from daskps._spec import JOIN, Contribution, Reduction, Rules, Ticket
+from daskps._spec import DTYPES, JOIN, Contribution, Reduction, Rules, Ticket
 from daskps._wire import Answer
 from daskps.exceptions import DaskpsError, RoundTimeoutError, RunAbortedError
+
+# By their codes: numpy spells a name out anew each time.
+_NAMES = {np.dtype(name).char: name for name in DTYPES}
 
 
 @dataclass
@@ -123,6 +126,8 @@ class SocketChannel:
         self._wire_dtype = wire_dtype
         self._n_rounds = 0
         self._room = np.empty(capacity, "uint8")
+        self._known: np.ndarray | None = None
+        self._known_offset: int | None = None
         self._incoming = np.empty(0, "uint8")
         # A push must not block, and where both ends send at once neither would read: a thread of its
         # own exchanges, one round after the other.
@@ -191,7 +196,7 @@ class SocketChannel:
 
     def _announce(self, values: np.ndarray, weight: float, reduction: Reduction, narrow: int) -> int:
         """Say what is contributed, and send it; returns its place."""
-        offset = _offset(values, self._room)
+        offset = self._offset(values) or 0
         sent, narrow = (values, narrow) if weight > 0 else (values[:0], 0)
         header = self._header(sent, weight, reduction, narrow, offset)
         parts = self._parts(sent, narrow, weight if reduction == "mean" else 1.0)
@@ -199,6 +204,13 @@ class SocketChannel:
             self._push(header, parts)
         self.traffic.bytes += sum(part.nbytes for part in parts)
         return offset
+
+    def _offset(self, values: np.ndarray) -> int | None:
+        """At which byte of the room values lie; None if they lie elsewhere."""
+        if values is not self._known:  # it is the same array in every step
+            offset = _address(values) - _address(self._room)
+            self._known, self._known_offset = values, offset if 0 <= offset < self._room.nbytes else None
+        return self._known_offset
 
     def _header(
         self, sent: np.ndarray, weight: float, reduction: Reduction, narrow: int, offset: int
@@ -214,7 +226,7 @@ class SocketChannel:
                 weight,
                 reduction,
                 len(sent),
-                str(sent.dtype),
+                _NAMES[sent.dtype.char],
                 offset,
                 narrow,
             )
@@ -327,7 +339,7 @@ class SharedMemoryChannel(SocketChannel):
 
     def _push(self, header: bytes, parts: list[np.ndarray]) -> None:
         for part in parts:
-            if not _lies_in(part, self._room):
+            if self._offset(part) is None:
                 np.copyto(self._memory.values(str(part.dtype), len(part)), part)
         self._sock.sendall(header)
 
@@ -382,15 +394,6 @@ class CommChannel(SocketChannel):
             return
         view = values.data.cast("B")
         view[:], self._rest = self._rest[: len(view)], self._rest[len(view) :]
-
-
-def _offset(values: np.ndarray, room: np.ndarray) -> int:
-    """At which byte of a room values lie; 0 if they lie elsewhere."""
-    return _address(values) - _address(room) if _lies_in(values, room) else 0
-
-
-def _lies_in(values: np.ndarray, room: np.ndarray) -> bool:
-    return 0 <= _address(values) - _address(room) < room.nbytes
 
 
 def _address(values: np.ndarray) -> int:

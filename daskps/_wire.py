@@ -7,7 +7,7 @@ header says before a value is read.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from daskps import exceptions
 from daskps._spec import DTYPES, REDUCTIONS, Contribution
@@ -25,8 +25,7 @@ NARROW_BYTES = 2
 _MOST_TEXT = 4096
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(NamedTuple):
     """What the server announces to send back.
 
     Attributes
