@@ -56,11 +56,21 @@ LINEUP = dict(_lineup())
 def images_per_second(name: str, batch_size: int, n_rows: int) -> float:
     """Let one contender run, in a fresh interpreter that starts with its variables."""
     function, arguments, environment = LINEUP[name]
+    return in_fresh_interpreter(function, [batch_size, n_rows, *arguments], environment)
+
+
+def in_fresh_interpreter(function: str, arguments: list, environment: dict[str, str]) -> float:
+    """What one of the functions below returns there.
+
+    Raises
+    ------
+    RuntimeError
+        If it failed, with what it said.
+    """
     bare = {key: value for key, value in os.environ.items() if key not in TUNED}
     bare |= {"OMP_WAIT_POLICY": "passive"} | environment
-    call = json.dumps([function, batch_size, n_rows, *arguments])
     result = subprocess.run(
-        [sys.executable, "-m", "benchmarks.contenders", call],
+        [sys.executable, "-m", "benchmarks.contenders", json.dumps([function, *arguments])],
         cwd=Path(__file__).parents[1],
         env=bare,
         capture_output=True,
@@ -69,7 +79,7 @@ def images_per_second(name: str, batch_size: int, n_rows: int) -> float:
         check=False,
     )
     if result.returncode:
-        raise RuntimeError(f"{name} failed:\n{result.stderr}")
+        raise RuntimeError(f"{function}{arguments} failed:\n{result.stderr}")
     return float(result.stdout.split()[-1])
 
 
