@@ -22,8 +22,8 @@ from daskps._events import events_of
 from daskps._late import Late
 from daskps._paused import Paused
 from daskps._replica import Opening
+from daskps._scatter import scatter
 from daskps._scheduler_plugin import DaskpsSchedulerPlugin
-from daskps._sources import scatter
 from daskps._spec import CLOSE, OPEN, PAUSED, RENEW, Order, Rules, Ticket
 from daskps._watch import Watch
 from daskps._worker import (

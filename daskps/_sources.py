@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import uuid
 from collections.abc import Iterator, Sequence
@@ -32,6 +31,7 @@ from daskps._partitions import (
     plan_batches,
     plan_local,
 )
+from daskps._scatter import scatter
 
 # What of a worker's memory limit a rank's stretch of a dask array may take to be put together to one
 # array, which for a moment takes three times that.
@@ -308,38 +308,6 @@ def in_blocks(
 ) -> Shard:
     """A rank's shard whose blocks are on its worker, as their counts tell."""
     return Shard(X[0], labels[0], sizes[0], X[1], labels[1], sizes[1], weights, layout)
-
-
-def scatter(client: Client, name: str, values: Sequence[Any], addresses: Sequence[str]) -> list[Future]:
-    """Send one value to each address, side by side, under keys that nobody else has."""
-
-    async def send_all() -> list[Future]:
-        keys = [f"daskps-{name}-{uuid.uuid4().hex}" for _ in values]
-        # One after the other would take as long as all together.
-        sending = [
-            asyncio.ensure_future(
-                client.scatter({key: value}, workers=[address], hash=False, asynchronous=True)
-            )
-            for key, value, address in zip(keys, values, addresses, strict=True)
-        ]
-        try:
-            # A scatter that is cancelled half-way leaves its keys in the cluster: Dask keeps them for the
-            # client, which has no futures to let go of.
-            arrived = await asyncio.shield(asyncio.gather(*sending))
-        except BaseException:
-            for task in sending:
-                task.add_done_callback(_let_go)
-            raise
-        return [futures[key] for key, futures in zip(keys, arrived, strict=True)]
-
-    return client.sync(send_all)
-
-
-def _let_go(sending: asyncio.Task) -> None:
-    """Release what has arrived, of which the error's traceback may keep futures."""
-    if not sending.cancelled() and sending.exception() is None:
-        for future in sending.result().values():
-            future.release()
 
 
 def _scatter_once(

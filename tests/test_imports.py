@@ -15,12 +15,12 @@ PACKAGE = Path(daskps.__file__).parent
 # From the ground up. A module may import from the layers below its own, and from no other of its layer.
 LAYERS = [
     ["exceptions", "_late", "_process", "_spec"],
-    ["_advice", "_aggregators", "_claims", "_crowding", "_emulation", "_environment", "_folds",
+    ["_advice", "_aggregators", "_claims", "_crowding", "_direct", "_emulation", "_environment", "_folds",
      "_handover", "_hooks", "_housekeeping", "_html", "_interpreter", "_leases", "_machine", "_narrow",
      "_packing", "_partitions", "_random", "_server", "_sharedmemory", "_silence", "_state", "_weights",
      "_wire", "config", "datasets", "modules", "speedup"],
     ["_blocks", "_casting", "_cluster", "_drawing", "_events", "_findings", "_freezing", "_inputs",
-     "_links", "_loading", "_losses", "_messages", "_paused", "_watch", "_workload"],
+     "_links", "_loading", "_losses", "_messages", "_paused", "_scatter", "_watch", "_workload"],
     ["_facts", "report"],
     ["_master", "_prediction", "_rounds", "_sources", "_transport"],
     ["_buckets", "_joining"],

@@ -1,10 +1,7 @@
-import gc
-
 import dask.array as da
 import numpy as np
 import pytest
 import torch
-from probes import leftovers, wait_until, workers_of
 from skorch import NeuralNetClassifier
 from skorch.dataset import Dataset, ValidSplit
 from skorch.helper import predefined_split
@@ -13,7 +10,7 @@ from torch.utils.data import TensorDataset
 
 from daskps._inputs import TrainingData
 from daskps._partitions import pieces, step_rows
-from daskps._sources import ArraySource, DaskSource, LazyBatch, assemble, scatter
+from daskps._sources import ArraySource, DaskSource, LazyBatch, assemble
 
 LABELS = np.array([0, 1, 2])
 
@@ -294,16 +291,3 @@ class TestAssemble:
         X, rows = np.zeros((3, 1)), np.arange(3)
         shard = assemble([X], (rows, rows[:0]), (rows, rows[:0]), (np.array([3]), rows[:0]), None)
         assert not np.shares_memory(shard.X, X)
-
-
-def test_what_has_arrived_is_let_go_if_something_else_cannot_be_sent(client, session_client):
-    """Without a collection of garbage, which may not come for long."""
-    good, *_ = workers_of(session_client)
-    before = leftovers(session_client)
-    gc.disable()
-    try:
-        with pytest.raises(KeyError):
-            scatter(session_client, "x", [1, 2, 3], [good, "tcp://127.0.0.1:1", good])
-        wait_until(lambda: leftovers(session_client) <= before)
-    finally:
-        gc.enable()

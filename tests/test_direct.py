@@ -1,0 +1,84 @@
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+from distributed import Client
+from probes import workers_of
+
+from daskps import _direct
+from daskps._direct import reached
+from daskps._scatter import scatter
+
+
+class Pool:
+    """Connections to workers, of which some answer."""
+
+    def __init__(self, ids):
+        self.ids = ids
+        self.asked = []
+
+    def __call__(self, address):
+        async def identity():
+            self.asked.append(address)
+            if self.ids[address] is None:
+                raise OSError("no route to host")
+            if self.ids[address] == "silent":
+                await asyncio.Event().wait()
+            return {"id": self.ids[address]}
+
+        return SimpleNamespace(identity=identity)
+
+
+def client_of(ids, told):
+    async def broadcast(msg, workers):
+        assert msg == {"op": "identity"}
+        return {address: {"id": told[address]} for address in workers}
+
+    return SimpleNamespace(rpc=Pool(ids), scheduler=SimpleNamespace(broadcast=broadcast))
+
+
+def test_an_address_is_reached_where_the_same_worker_answers():
+    client = client_of({"a": "1", "b": "other", "c": None}, {"a": "1", "b": "2", "c": "3"})
+    assert asyncio.run(reached(client, ["a", "b", "c"])) == {"a"}
+
+
+def test_a_worker_that_does_not_answer_is_not_waited_for_long(monkeypatch):
+    monkeypatch.setattr(_direct, "_PATIENCE", 0.01)
+    client = client_of({"a": "silent", "b": "2"}, {"a": "1", "b": "2"})
+    assert asyncio.run(reached(client, ["a", "b"])) == {"b"}
+
+
+def test_an_address_is_tried_once():
+    client = client_of({"a": "1", "b": None}, {"a": "1", "b": "2"})
+    for _ in range(2):
+        assert asyncio.run(reached(client, ["a", "b", "a"])) == {"a"}
+    assert sorted(client.rpc.asked) == ["a", "b"]
+
+
+def n_through_scheduler(client):
+    """How often the scheduler has passed on data of the client."""
+    events = [event for _, event in client.get_events(client.id)]
+    return sum(event.get("action") == "scatter" for event in events)
+
+
+@pytest.mark.parametrize(("direct_to_workers", "n"), [(None, 0), (True, 0), (False, 2)])
+def test_data_goes_to_the_workers_themselves(client, direct_to_workers, n):
+    address = client.scheduler.address
+    with Client(address, set_as_default=False, direct_to_workers=direct_to_workers) as user:
+        addresses = list(workers_of(user))[:2]
+        futures = scatter(user, "value", [b"x", b"y"], addresses)
+        assert n_through_scheduler(user) == n
+        assert user.gather(futures) == [b"x", b"y"]
+        assert [user.who_has(f)[f.key] for f in futures] == [(addresses[0],), (addresses[1],)]
+
+
+def test_data_for_workers_out_of_reach_goes_through_the_scheduler(client, monkeypatch):
+    async def is_reached(_, address):
+        return False
+
+    monkeypatch.setattr(_direct, "_is_reached", is_reached)
+    with Client(client.scheduler.address, set_as_default=False) as user:
+        addresses = list(workers_of(user))[:2]
+        futures = scatter(user, "value", [b"x", b"y"], addresses)
+        assert n_through_scheduler(user) == 2
+        assert user.gather(futures) == [b"x", b"y"]
