@@ -18,8 +18,8 @@ from weakref import WeakSet
 import dask
 import distributed.utils
 from dask.system import cpu_count
-from distributed import Client, LocalCluster, worker_client
-from distributed.comm import get_address_host
+from distributed import Client, LocalCluster, Security, worker_client
+from distributed.comm import get_address_host, parse_address
 
 from daskps import _folds
 from daskps._process import in_pool, in_task
@@ -32,6 +32,8 @@ _UNGUARDED = (
     "`if __name__ == '__main__':`, because every worker imports the script before it starts; "
     "if it stands there already, start a `distributed.Client()` before fit to see what is wrong."
 )
+
+_CERTIFICATES = "distributed.comm.tls.ca-file, .client.cert and .client.key"
 
 # Nobody looks at a private cluster, and each of its parts would wake 50 times a second to measure itself.
 _WITHOUT_STATISTICS = {
@@ -91,10 +93,32 @@ def _check_client(client: Any) -> None:
                 f"The 'client' parameter must be an address such as 'tcp://host:8786', got {client!r}"
                 f" instead: {error}."
             ) from error
+        _check_encryption(client)
     elif not isinstance(client, Client | None):
         raise TypeError(
             "The 'client' parameter must be a distributed.Client, the address of a scheduler or None, got"
             f" {client!r} instead."
+        )
+
+
+def _check_encryption(address: str) -> None:
+    """Refuse what Dask's settings cannot connect to: a Client would, and its process would never end."""
+    if dask.config.get("distributed.client.security-loader"):  # Dask asks that for the certificates
+        return
+    try:
+        arguments = Security().get_connection_args("client")
+    except OSError as error:
+        raise ValueError(f"The certificates of {_CERTIFICATES} cannot be read: {error}.") from error
+    encrypted = parse_address(address)[0] in ("tls", "wss")
+    if encrypted and arguments["ssl_context"] is None:
+        raise ValueError(
+            f"{address} wants certificates and Dask's settings name none: set {_CERTIFICATES}, or give a"
+            " distributed.Client with a Security of its own."
+        )
+    if not encrypted and arguments["require_encryption"]:
+        raise ValueError(
+            f"{address} is not encrypted, which Dask's setting distributed.comm.require-encryption demands:"
+            " use the address that the scheduler has with TLS, or change the setting."
         )
 
 

@@ -28,6 +28,7 @@ from daskps._spec import CLOSE, OPEN, PAUSED, RENEW, Order, Rules, Ticket
 from daskps._watch import Watch
 from daskps._worker import (
     DaskpsWorkerPlugin,
+    Left,
     Result,
     StateNeeded,
     end_training,
@@ -51,7 +52,7 @@ PRIORITY = 100
 # What the dashboard calls the tasks.
 _NAMES: dict[Callable, str] = {run_epoch: "epoch", end_training: "end"}
 
-# What a rank raises because of what happened elsewhere: the scheduler's news says what.
+# What becomes of a rank because of what happened elsewhere: the scheduler's news says what.
 _CONSEQUENCES = (RunAbortedError, StaleMessageError, WorkerLostError, KilledWorker)
 
 Progress = Callable[[dict], None]
@@ -265,7 +266,17 @@ class Run:
         results = self.watch.sync(self.client.gather, futures, asynchronous=True)
         if any(isinstance(result, StateNeeded) for result in results):
             raise DaskpsError(f"a rank of run {self.run_id} lost its replica between two epochs")
+        left = [result for result in results if isinstance(result, Left)]
+        if left:
+            self._wait_for_cause()
+            raise RunAbortedError(left[0].why)
         return results
+
+    def _wait_for_cause(self) -> None:
+        """All ranks are out and none has raised: the news of what has ended the run raises."""
+        deadline = monotonic() + config.seconds("timeouts.close")
+        while monotonic() < deadline:
+            self.watch.next(deadline - monotonic())
 
     def _raise_cause(self, futures: list[Future], first: int) -> None:
         """Raise what went wrong, rather than what followed from it on other ranks."""

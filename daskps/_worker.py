@@ -6,11 +6,12 @@ import os
 import threading
 import uuid
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import wraps
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from distributed import Worker, get_worker
@@ -29,7 +30,16 @@ from daskps._replica import Opening
 from daskps._spec import FORGET, HELLO, LEFT, TOPIC, WORKER_PLUGIN, Order, Rules, Ticket
 from daskps._sync import Alone, GradientSync, LocalSGD, Sync, capacity
 from daskps._transport import Channel, Traffic, open_channel
-from daskps.exceptions import DaskpsError, DivergenceError, RunAbortedError, StoppedError
+from daskps.exceptions import (
+    DaskpsError,
+    DivergenceError,
+    RunAbortedError,
+    StaleMessageError,
+    StoppedError,
+    WorkerLostError,
+)
+
+Answer = TypeVar("Answer")
 
 # Under this key a validation step holds what callbacks on its rank recorded for its batch.
 RECORDED = "daskps_recorded"
@@ -83,6 +93,19 @@ class StateNeeded:
     """A rank's answer if it has no replica of exactly this run, generation and epoch."""
 
 
+class Left(NamedTuple):
+    """A rank's answer if it left because its run ended elsewhere: what is raised Dask logs as a failure."""
+
+    why: str
+
+
+# What a rank meets where its run has ended elsewhere.
+_CONSEQUENCES = (RunAbortedError, StaleMessageError, WorkerLostError)
+
+# How long the scheduler's word that it has may be on its way.
+_NEWS_SECONDS = 2.0
+
+
 @dataclass
 class Seat:
     """A rank's place in a run, kept between epochs."""
@@ -114,7 +137,7 @@ class DaskpsWorkerPlugin(WorkerPlugin):
         self.seats: dict[tuple[str, int], Seat] = {}
         # What ended, maybe before a rank sat down.
         self.over: deque[tuple[str, int]] = deque(maxlen=1000)
-        self.lock = threading.Lock()
+        self.lock = threading.Condition()
         worker.stream_handlers[FORGET] = self.forget
         worker.batched_send({"op": HELLO, "process": process_id(), "version": daskps.__version__})
 
@@ -127,12 +150,18 @@ class DaskpsWorkerPlugin(WorkerPlugin):
         place = run_id, generation
         with self.lock:
             self.over.append(place)
+            self.lock.notify_all()
             seat = self.seats.pop(place, None)
             active = seat is not None and seat.active
             if seat is not None:
                 seat.left.set()  # the step loop looks at it once a step
         if not active:
             self._leave(place, seat)
+
+    def is_over(self, ticket: Ticket) -> bool:
+        """Whether a rank's generation has ended, or does in a moment."""
+        with self.lock:
+            return self.lock.wait_for(lambda: _place(ticket) in self.over, _NEWS_SECONDS)
 
     @contextmanager
     def seated(self, order: Order, opening: Opening | None) -> Iterator[Seat | None]:
@@ -202,6 +231,23 @@ def make_sync(net: Any, channel: Channel, ticket: Ticket, opening: Opening) -> S
     return LocalSGD(net, channel, ticket.rank, opening.every)
 
 
+def _or_left(task: Callable[[Order, Shard, Any], Answer]) -> Callable[[Order, Shard, Any], Answer | Left]:
+    """Let a rank whose run ended elsewhere answer, and not raise what is nobody's fault."""
+
+    @wraps(task)
+    def answer(order: Order, shard: Shard, opening: Opening | None) -> Answer | Left:
+        try:
+            return task(order, shard, opening)
+        except _CONSEQUENCES as error:
+            plugin: Any = get_worker().plugins[WORKER_PLUGIN]
+            if not plugin.is_over(order.ticket):  # then nobody but this rank knows
+                raise
+            return Left(str(error))
+
+    return answer
+
+
+@_or_left
 def end_training(order: Order, shard: Shard, opening: Opening | None) -> bytes | StateNeeded:
     """The last task of a rank whose replica has callbacks: they learn that the training ends."""
     worker = get_worker()
@@ -219,14 +265,9 @@ def end_training(order: Order, shard: Shard, opening: Opening | None) -> bytes |
         return _state.dump_callbacks(seat.replica, seat.replica.callbacks_)
 
 
+@_or_left
 def run_epoch(order: Order, shard: Shard, opening: Opening | None) -> Result | StateNeeded:
-    """The task of one rank: train one epoch and validate.
-
-    Raises
-    ------
-    RunAbortedError
-        If the run ended elsewhere.
-    """
+    """The task of one rank: train one epoch and validate."""
     worker = get_worker()
     plugin: Any = worker.plugins[WORKER_PLUGIN]
     begun = perf_counter()

@@ -42,6 +42,12 @@ def workers_of(client):
     return client.sync(client.scheduler.identity, n_workers=-1)["workers"]
 
 
+def failures_logged(client):
+    """What Dask's workers have written about tasks that raised."""
+    logs = client.get_worker_logs().values()
+    return [text for lines in logs for _, text in lines if "Compute Failed" in text]
+
+
 def leftovers(client):
     """What is left on the whole cluster."""
     left = {"scheduler": client.run_on_scheduler(on_scheduler), **client.run(on_worker)}

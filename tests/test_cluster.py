@@ -9,6 +9,7 @@ import sys
 import textwrap
 import time
 
+import dask
 import pytest
 from dask.system import cpu_count
 from distributed import Client, LocalCluster, worker_client
@@ -74,6 +75,34 @@ def test_an_address_is_connected_to_for_the_block(cluster):
         with pytest.raises(ValueError, match="No clients found"):
             Client.current()
     assert used.status == "closed"
+
+
+TLS = "distributed.comm.tls"
+
+
+@pytest.mark.parametrize(
+    ("address", "settings", "message"),
+    [
+        ("tls://127.0.0.1:1", {}, r"tls://127\.0\.0\.1:1 wants certificates .*comm\.tls\.ca-file"),
+        (
+            "tls://127.0.0.1:1",
+            {f"{TLS}.ca-file": "/no/such", f"{TLS}.client.cert": "/no/such"},
+            r"certificates of distributed\.comm\.tls\.ca-file.* cannot be read: .*No such file",
+        ),
+        (
+            "tcp://127.0.0.1:1",
+            {"distributed.comm.require-encryption": True},
+            r"tcp://127\.0\.0\.1:1 is not encrypted.*distributed\.comm\.require-encryption",
+        ),
+    ],
+)
+def test_what_cannot_be_connected_to_with_the_settings_is_refused_at_once(
+    address, settings, message, monkeypatch
+):
+    """A client that finds out itself leaves a thread behind for which the process waits for ever."""
+    monkeypatch.setattr(Client, "__init__", pytest.fail)
+    with dask.config.set(settings), pytest.raises(ValueError, match=message), client_for(address):
+        pass
 
 
 @pytest.mark.parametrize("address", ["scheduler", "", "tcp://", "tcp://host:port", "foo://127.0.0.1:1"])

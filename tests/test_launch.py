@@ -19,7 +19,7 @@ import torch
 from conftest import local_cluster
 from distributed import Client, SubprocessCluster
 from nets import CNN3, Boom, Gated, Leaves, Logged, read
-from probes import leftovers, wait_until, workers_of
+from probes import failures_logged, leftovers, wait_until, workers_of
 from reference import identical, make_net, separable, state, xy
 from sklearn.base import clone
 from sklearn.model_selection import GridSearchCV
@@ -41,6 +41,8 @@ from daskps._launch import Run, open_run
 from daskps._sources import scatter
 from daskps._spec import HELLO, SCHEDULER_PLUGIN, WORKER_PLUGIN
 from daskps._watch import Watch
+from daskps._worker import Left
+from daskps.exceptions import RunAbortedError
 
 MODES = ["batch", "epoch"]
 
@@ -173,6 +175,7 @@ def test_one_rank_raises(client, session_client, sync_every):
     bad = X.copy()
     bad[40, 0, 0, 0] = 99
     rank, step = (1, 2) if sync_every == "batch" else (1, 1)
+    earlier = len(failures_logged(client))
     with pytest.raises(ValueError, match="boom") as caught:
         fit_seeded(client, net, bad, y, sync_every=sync_every, n_workers=3)
     steps = 3 if sync_every == "batch" else 1
@@ -180,11 +183,24 @@ def test_one_rank_raises(client, session_client, sync_every):
     assert f"Raised on rank {rank} of 3, epoch 1, step {step} of {steps}." in notes
     named = [note for note in notes if note.startswith("From worker ")]
     assert named[0].removeprefix("From worker ").rstrip(".") in workers(session_client)
+    wait_until(lambda: not leftovers(client))
+    (failure,) = failures_logged(client)[earlier:]  # the other ranks only left
+    assert "boom" in failure
     assert identical(clean, fit_seeded(client, net, X, y, sync_every=sync_every, n_workers=3))
 
 
 def workers(client):
     return list(workers_of(client))
+
+
+def test_ranks_that_left_without_news_are_an_error(client):
+    """All of them out, and nobody says why: the fit ends with what they say."""
+    with dask.config.set({"daskps.timeouts.close": "10ms"}), open_run(client, 2, 2) as run:
+        futures = [client.submit(Left, "gone", pure=False) for _ in range(2)]
+        for future in futures:
+            future.add_done_callback(lambda done: run.watch.put({"done": done.key}))
+        with pytest.raises(RunAbortedError, match="gone"):
+            run._collect(futures, print)
 
 
 def test_all_ranks_raise(client):

@@ -21,7 +21,7 @@ from faults import (
     wait_for_ready,
 )
 from nets import CNN3
-from probes import wait_until, workers_of
+from probes import failures_logged, wait_until, workers_of
 from reference import ADAM, MOMENTUM, assert_same_history, distance, fit_plain, identical, make_net
 
 from daskps import DistributedCNNClassifier, WorkerLostError
@@ -51,7 +51,9 @@ def test_batch_mode_ends_as_plain_skorch(mortals, tmp_path, optimizer):
     X, y = marked(203, 95, np.float64)
     net = halting_net(tmp_path, module__dtype=torch.float64, **optimizer)
     killed = Killed(mortals)
+    earlier = failures_logged(mortals)
     ours = fit_and(killed, mortals, net, X, y, n_workers=3)
+    assert set(failures_logged(mortals)) <= set(earlier)  # the other ranks only left
     net.set_params(callbacks=None)
     plain = fit_plain(net, X, y)
     assert distance(ours, plain) <= 1e-10

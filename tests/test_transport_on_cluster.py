@@ -32,7 +32,8 @@ from reference import (
     separable,
 )
 
-from daskps import DistributedCNNClassifier, _joining, _sharedmemory
+import daskps
+from daskps import DistributedCNNClassifier, _joining, _sharedmemory, cli
 from daskps.exceptions import RoundTimeoutError
 
 MODES = ["batch", "epoch", 2]
@@ -209,6 +210,35 @@ def test_on_tls_a_stranger_gets_nothing(client, tls_client, tmp_path):
     with contextlib.suppress(ConnectionError):
         plain = heard_by_a_stranger(address)
         assert plain == b"" or (plain.startswith(b"\x15\x03") and len(plain) == 7)  # an alert of TLS
+
+
+def by_what(report):
+    return {finding.what: finding.found for finding in report.findings}
+
+
+def test_on_tls_a_check_says_so(tls_client):
+    report = daskps.check(tls_client)
+    found = by_what(report)
+    assert {finding.what for finding in report.findings if finding.bad} <= {"threads"}, report
+    assert found["encryption"].startswith("TLS")
+    assert found["transport"].startswith("tls://")
+    assert "shared-memory" in found["transport"]
+
+
+def test_on_tls_the_command_that_checks_has_its_certificates_from_dask(tls_client, capsys):
+    security, tls = tls_client.security, "distributed.comm.tls"
+    address = tls_client.scheduler.address
+    named = {
+        f"{tls}.ca-file": security.tls_ca_file,
+        f"{tls}.client.cert": security.tls_client_cert,
+        f"{tls}.client.key": security.tls_client_key,
+    }
+    with dask.config.set(named):
+        cli.main(["check", address])
+    assert "TLS: only who has the certificates" in capsys.readouterr().out
+    assert cli.main(["check", address]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"daskps: {address} wants certificates")
 
 
 @pytest.mark.parametrize("setting", ["auto", "comm"])
