@@ -2,7 +2,7 @@ import sys
 from itertools import pairwise
 
 import pytest
-from reports import report_of
+from reports import lost_one_of_three, report_of
 
 from daskps.report import FitReport
 
@@ -37,6 +37,10 @@ class TestReport:
         assert ax.get_xlabel() == "epoch (ranks 0 to 3 side by side)"
         assert [label.get_text() for label in ax.get_xticklabels()] == ["1", "2", "3"]
         assert ax.get_title() == "4 rank(s), sync_every='batch', batch_size=32"
+
+    def test_an_epochs_number_stands_under_the_ranks_that_it_had(self, plt):
+        ax = lost_one_of_three().plot()
+        assert ax.get_xticks().tolist() == [1, 5, 8.5, 12.5]
 
     @pytest.mark.parametrize("n_epochs", [1, 20, 100])
     def test_no_two_labels_overlap(self, plt, n_epochs):
