@@ -65,5 +65,7 @@ def _label(ax: Any, report: Any, centres: dict[int, float], most: int) -> None:
         f"{report.world_size} rank(s), sync_every={report.sync_every!r}, batch_size={report.batch_size}",
         fontsize="medium",
     )
+    if not centres:
+        return
     # Beside the bars, which may fill the whole of the axes.
     ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)

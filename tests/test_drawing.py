@@ -58,7 +58,9 @@ class TestReport:
         assert ax.get_xlabel() == "epoch (rank 0)"
 
     def test_of_nothing_measured_is_empty(self, plt):
-        assert len(FitReport(2, "batch", 32).plot().patches) == 0
+        ax = FitReport(2, "batch", 32).plot()
+        assert len(ax.patches) == 0
+        assert ax.get_legend() is None
 
 
 def test_without_matplotlib_says_what_to_install(monkeypatch):
