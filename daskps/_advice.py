@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 # From these shares on, something is worth a sentence.
@@ -65,9 +66,17 @@ def _remedy(report: Any) -> str:
 
 
 def _slow_rank(report: Any) -> tuple[int, float] | None:
-    """The rank that the others wait for, if one computes much longer than they do."""
-    seconds = report.seconds_by_rank()
-    slowest = max(seconds, key=lambda rank: seconds[rank]["compute"])
-    others = [parts["compute"] for rank, parts in seconds.items() if rank != slowest]
-    times = seconds[slowest]["compute"] / (sum(others) / len(others))
-    return (slowest, times) if times >= _SLOWER else None
+    """The rank that the others wait for, if one computes much longer than they do.
+
+    Epochs that had other ranks, before one was lost or joined, do not count: their shards differ.
+    """
+    n_ranks = Counter(entry.epoch for entry in report.ranks)
+    seconds: dict[int, float] = {}
+    for entry in report.ranks:
+        if n_ranks[entry.epoch] == report.world_size:
+            seconds[entry.rank] = seconds.get(entry.rank, 0.0) + entry.compute_seconds
+    if len(seconds) < 2:
+        return None
+    *others, longest = sorted(seconds.values())
+    times = longest / (sum(others) / len(others))
+    return (max(seconds, key=seconds.__getitem__), times) if times >= _SLOWER else None

@@ -106,15 +106,32 @@ def _seen(reports: list[FitReport], fit_to: tuple[int, ...]) -> list[FitReport]:
 
 
 def _model(mode: Mode, reports: list[FitReport], benchmarks: list[Outcome]) -> SpeedupModel:
-    measured = [
-        FitReport.from_dict(o.report) for o in benchmarks if o.report and o.trial.sync_every == mode
-    ]
-    waited = [report for report in measured if report.world_size > 1]
-    model = SpeedupModel.from_report(*reports, *(report for report in measured if report.world_size == 1))
-    if not waited:
+    mine = [outcome for outcome in benchmarks if outcome.trial.sync_every == mode]
+    together = [_report(outcome) for outcome in mine if outcome.trial.workers > 1]
+    alone = [outcome for outcome in mine if outcome.trial.workers == 1]
+    half = [_report(outcome) for outcome in alone if outcome.trial.stand_in is None]
+    model = SpeedupModel.from_report(*reports, *half)
+    if not together:
         return model
-    S = [SpeedupModel.from_report(report).s0 for report in waited]
-    return model.with_sync([report.world_size for report in waited], S)
+    S = [SpeedupModel.from_report(report).s0 for report in together]
+    model = model.with_sync([report.world_size for report in together], S)
+    stand_in = [_report(outcome) for outcome in alone if outcome.trial.stand_in is not None]
+    return model.with_contention(_contention(stand_in, together)) if stand_in else model
+
+
+def _report(outcome: Outcome) -> FitReport:
+    return FitReport.from_dict(outcome.report or {})
+
+
+def _contention(alone: list[FitReport], together: list[FitReport]) -> float:
+    """How many times as long a step of the same rows takes beside others, turn by turn."""
+    return statistics.median(
+        _step_seconds(beside) / _step_seconds(one) for one, beside in zip(alone, together, strict=True)
+    )
+
+
+def _step_seconds(report: FitReport) -> float:
+    return sum(e.compute_seconds for e in report.ranks) / sum(e.steps for e in report.ranks)
 
 
 def _medians(values: list[dict]) -> dict[str, float]:

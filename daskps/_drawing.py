@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from statistics import mean
 from typing import Any
 
 from daskps._html import COLOURS
@@ -39,7 +40,10 @@ def draw_report(report: Any, ax: Any = None) -> Any:
         heights = [getattr(entry, f"{name}_seconds") for entry in entries]
         ax.bar(places, heights, width=width, bottom=bottom, color=colour, label=name)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
-    _label(ax, report, epochs, most)
+    of_epoch: dict[int, list[int]] = {}
+    for entry, place in zip(entries, places, strict=True):
+        of_epoch.setdefault(entry.epoch, []).append(place)
+    _label(ax, report, {epoch: mean(at) for epoch, at in of_epoch.items()}, most)
     return ax
 
 
@@ -48,10 +52,10 @@ def _axes(n_bars: int) -> Any:
     return pyplot().subplots(figsize=(width, 4.0), layout="constrained")[1]
 
 
-def _label(ax: Any, report: Any, epochs: list[int], most: int) -> None:
-    middles = [place * (most + 1) + (most - 1) / 2 for place in range(len(epochs))]
-    every = max(1, -(-len(epochs) // _MOST_TICKS))
-    ax.set_xticks(middles[::every], [str(epoch + 1) for epoch in epochs[::every]])
+def _label(ax: Any, report: Any, centres: dict[int, float], most: int) -> None:
+    """Each epoch's number stands under the middle of the ranks that it had."""
+    every = max(1, -(-len(centres) // _MOST_TICKS))
+    ax.set_xticks(list(centres.values())[::every], [str(epoch + 1) for epoch in list(centres)[::every]])
     ranks = "rank 0" if most == 1 else f"ranks 0 to {most - 1} side by side"
     ax.set_xlabel(f"epoch ({ranks})")
     ax.set_ylabel("time of a rank (s)")
@@ -61,5 +65,7 @@ def _label(ax: Any, report: Any, epochs: list[int], most: int) -> None:
         f"{report.world_size} rank(s), sync_every={report.sync_every!r}, batch_size={report.batch_size}",
         fontsize="medium",
     )
+    if not centres:
+        return
     # Beside the bars, which may fill the whole of the axes.
     ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)

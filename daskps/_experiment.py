@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +16,8 @@ Mode = str | int
 
 # Enough for a hundred steps of a usual batch.
 _BENCHMARK_ROWS = 3200
+# Of the stand-in, for each row, before it is known how many take as long as the net that is asked about.
+_FIRST_IMAGES = 4.0
 
 
 class Cell(NamedTuple):
@@ -72,8 +74,9 @@ class Results:
     turns : list of list of Outcome
         In each turn every trial once.
     benchmarks : list of Outcome
-        For models that see one worker only. Fits of two workers that only wait: what rounds take. In
-        batch mode also fits of one worker with half the batch: what does not shrink with the rows.
+        For models that see one worker only. Fits of a stand-in, by one worker and by two: how much slower
+        a worker computes beside another, and what rounds take between ranks that compute. In batch mode
+        also fits of one worker with half the batch: what does not shrink with the rows.
     """
 
     command: str
@@ -126,31 +129,45 @@ def measure(
     if plan.fit_to == (1,) and Cell(1, 1) not in plan.grid:
         raise ValueError("a model that is fitted to one worker needs 1x1 in the grid.")
 
-    def outcomes(trials: Iterable[Trial], turn: int) -> Iterator[Outcome]:
-        for trial in trials:
-            outcome = run(trial)
-            seconds = f"{outcome.epoch_seconds:>9.2f} s an epoch"
-            note(f"turn {turn + 1} of {plan.repeats}: {name(trial):<28}{seconds}")
-            yield outcome
+    def told(trial: Trial, turn: int) -> Outcome:
+        outcome = run(trial)
+        seconds = f"{outcome.epoch_seconds:>9.2f} s an epoch"
+        note(f"turn {turn + 1} of {plan.repeats}: {name(trial):<28}{seconds}")
+        return outcome
 
-    turns = [list(outcomes(plan.trials(), turn)) for turn in range(plan.repeats)]
+    turns = [[told(trial, turn) for trial in plan.trials()] for turn in range(plan.repeats)]
     benchmarks: list[Outcome] = []
     if plan.fit_to == (1,):
-        trials = _benchmark_trials(plan, turns)
-        benchmarks = [outcome for turn in range(plan.repeats) for outcome in outcomes(trials, turn)]
+        trials = _benchmark_trials(plan, _like(plan, turns, run))
+        benchmarks = [told(trial, turn) for turn in range(plan.repeats) for trial in trials]
     return Results(command, _machine.describe(), plan.fit_to, turns, benchmarks)
 
 
-def _benchmark_trials(plan: Plan, turns: Sequence[Sequence[Outcome]]) -> list[Trial]:
-    alone = [o.report["C"] for turn in turns for o in turn if o.report and _is_alone(o.trial)]
-    batch_size = plan.base.batch_size
+def _like(plan: Plan, turns: Sequence[Sequence[Outcome]], run: Callable[[Trial], Outcome]) -> Trial:
+    """A short fit of one worker whose steps take about as long as those of the net that is asked about."""
     short = replace(plan.base, rows=min(_BENCHMARK_ROWS, turns[0][0].rows))
-    # As long as one worker computed, so that the two disturb each other as they would.
-    wait = (0.0, statistics.median(alone) / batch_size)
-    trials = [replace(short, sync_every=mode, workers=2, emulate=wait) for mode in plan.modes]
-    if "batch" in plan.modes and batch_size > 1:
-        trials.append(replace(short, sync_every="batch", batch_size=batch_size // 2))
+    if short.emulate is not None:
+        return short  # it waits: neighbours do not make it slower
+    alone = [_compute_seconds(o) for turn in turns for o in turn if o.report and _is_alone(o.trial)]
+    first = replace(short, sync_every=plan.modes[0], stand_in=_FIRST_IMAGES)
+    return replace(first, stand_in=_FIRST_IMAGES * statistics.median(alone) / _compute_seconds(run(first)))
+
+
+def _benchmark_trials(plan: Plan, like: Trial) -> list[Trial]:
+    """For each mode one rank alone, with the rows of a step of two, and then two."""
+    half = max(1, plan.base.batch_size // 2)
+    trials = []
+    for mode in plan.modes:
+        two = replace(like, sync_every=mode, workers=2)
+        alone = replace(two, workers=1, batch_size=half) if mode == "batch" else replace(two, workers=1)
+        trials += [alone, two]
+    if "batch" in plan.modes and plan.base.batch_size > 1:
+        trials.append(replace(like, sync_every="batch", batch_size=half, stand_in=None))
     return trials
+
+
+def _compute_seconds(outcome: Outcome) -> float:
+    return float(outcome.report["C"]) if outcome.report else 0.0
 
 
 def _is_alone(trial: Trial) -> bool:
@@ -159,9 +176,10 @@ def _is_alone(trial: Trial) -> bool:
 
 def name(trial: Trial) -> str:
     """How a table calls a trial."""
-    emulated = ", emulated" if trial.emulate is not None else ""
+    other = ", emulated" if trial.emulate is not None else ""
+    other = ", a stand-in" if trial.stand_in is not None else other
     where = "" if trial.sync_every is None else f", {Cell(trial.workers, trial.threads)}"
-    return f"{mode_name(trial.sync_every)}{where}{emulated}"
+    return f"{mode_name(trial.sync_every)}{where}{other}"
 
 
 def mode_name(mode: Mode | None) -> str:

@@ -17,7 +17,8 @@ def report_html(report: Any) -> str:
     """What was measured, what it means, and a bar for each rank, over all epochs."""
     return (
         '<div style="max-width:60em;line-height:1.4">'
-        f"{_title(report)}{_summary(report)}<p>{escape(report.advice())}</p>{_legend()}{_ranks(report)}</div>"
+        f"{_title(report)}{_summary(report)}{_events(report)}<p>{escape(report.advice())}</p>"
+        f"{_legend()}{_ranks(report)}</div>"
     )
 
 
@@ -33,6 +34,12 @@ def _summary(report: Any) -> str:
         for name, value in report.summary().items()
     ]
     return f'<table style="{_TABLE}">{"".join(cells)}</table>'
+
+
+def _events(report: Any) -> str:
+    """Workers that were lost or joined. Their addresses may be longer than a line, and break anywhere."""
+    lines = [f"<li>{escape(line)}</li>" for line in report.event_lines()]
+    return f'<ul style="overflow-wrap:anywhere">{"".join(lines)}</ul>' if lines else ""
 
 
 def _legend() -> str:

@@ -79,7 +79,7 @@ def check_fit(
     with client.as_current() if client is not None else nullcontext():
         y, sample_weight = local(y), local(sample_weight)
         X = check_X(estimator, X, reset=not goes_on)
-    y = _check_y(estimator, labels_of(X) if y is None and isinstance(X, Dataset) else y)
+    y = _check_y(estimator, labels_of(X, y))
     _check_lengths(X, y)
     if sample_weight is not None:
         sample_weight = _check_sample_weight(sample_weight, y, ensure_non_negative=True)
@@ -187,9 +187,12 @@ def _check_dataset(dataset: Any) -> None:
         raise ValueError(f"Items of the dataset X have to be pairs (X, y), those of {name} are {what}.")
 
 
-def labels_of(dataset: Any) -> np.ndarray:
-    """The labels that a map-style dataset brings along."""
-    return np.array([np.asarray(dataset[row][1]).item() for row in range(len(dataset))])
+def labels_of(X: Any, y: Any) -> Any:
+    """y, or where there is none what a map-style dataset brings along."""
+    if y is not None or not isinstance(X, Dataset):
+        return y
+    n_rows = len(X)  # type: ignore[arg-type]
+    return np.array([np.asarray(X[row][1]).item() for row in range(n_rows)])
 
 
 def _check_one_kind(y: np.ndarray) -> None:

@@ -95,10 +95,14 @@ def _curves(
     base = [turn[0] for turn in results.turns]
     K = np.arange(1, max(workers) + 1)
     left.plot(K * threads, [curve(base, model, int(k)) for k in K], color=colour)
-    right.plot(K[1:], [1000 * model.sync_seconds(int(k)) for k in K[1:]], color=colour)
+    # A line through one point is not seen.
+    marker = "_" if len(K) == 2 else None
+    S = [1000 * model.sync_seconds(int(k)) for k in K[1:]]
+    right.plot(K[1:], S, color=colour, marker=marker, markersize=30)
 
 
 def _points_of_sync(ax: Any, results: Results, looks: _Looks) -> None:
+    most = max(outcome.trial.workers for outcome in results.turns[0])
     for turn in results.turns:
         for outcome in turn:
             trial = outcome.trial
@@ -107,7 +111,7 @@ def _points_of_sync(ax: Any, results: Results, looks: _Looks) -> None:
             seen = not results.fit_to or trial.workers in results.fit_to
             colour = looks.colour(trial.sync_every)
             ax.plot(
-                looks.place(trial.sync_every, trial.workers, _most_cores(results)),
+                looks.place(trial.sync_every, trial.workers, most),
                 1000 * outcome.report["S"],
                 looks.marker(trial.threads),
                 color=colour,

@@ -100,7 +100,10 @@ def _model_name(mode: Mode, threads: int) -> str:
 
 def _fit(results: Results) -> str:
     if results.benchmarks:
-        return "from 1 worker, in batch mode with half the batch too, and rounds of 2 workers that wait"
+        half = "from 1 worker, in batch mode with half the batch too"
+        if any(outcome.trial.stand_in is not None for outcome in results.benchmarks):
+            return f"{half}, and a stand-in's fits with 1 and 2 workers, which give S and the contention"
+        return f"{half}, and rounds of 2 workers that wait"
     if results.fit_to:
         return (
             f"by the model fitted to {', '.join(map(str, results.fit_to))} workers; * marks other numbers"

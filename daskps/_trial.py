@@ -45,6 +45,8 @@ class Trial:
         Workers, and threads of each.
     emulate : tuple of float or None
         Waits for (c0, c1) seconds in place of computing.
+    stand_in : float or None
+        Computes so many images of a stand-in for each row, in place of the net that is asked about.
     """
 
     data: str
@@ -55,6 +57,7 @@ class Trial:
     workers: int = 1
     threads: int = 1
     emulate: tuple[float, float] | None = None
+    stand_in: float | None = None
 
     @classmethod
     def from_dict(cls, plain: dict[str, Any]) -> Trial:
@@ -77,7 +80,7 @@ class Outcome:
     startup_seconds : float
         From nothing, the cluster included, to the first step of the first fit.
     accuracy : dict of str to float
-        'train' and 'test'; empty where computing was emulated.
+        'train' and 'test'; empty where another net took the place of the one that is asked about.
     memory : dict of str to int
         Peak bytes of 'client', 'scheduler' and 'worker', the largest of them.
     report : dict or None
@@ -143,13 +146,21 @@ def run(trial: Trial) -> Outcome:
     from daskps import _workload
 
     split = _workload.load(trial.data, trial.rows)
-    if trial.emulate is None:
-        net = _workload.new_net(split, trial.batch_size, trial.epochs)
-    else:
-        net = _workload.waiting_net(split, trial.batch_size, trial.epochs, *trial.emulate)
+    net = _net(trial, split)
     if trial.sync_every is None:
         return _plainly(trial, split, net)
     return _on_cluster(trial, split, net, trial.sync_every)
+
+
+def _net(trial: Trial, split: Any) -> Any:
+    from daskps import _workload
+
+    size = split, trial.batch_size, trial.epochs
+    if trial.emulate is not None:
+        return _workload.waiting_net(*size, *trial.emulate)
+    if trial.stand_in is not None:
+        return _workload.stand_in_net(*size, trial.stand_in)
+    return _workload.new_net(*size)
 
 
 def _plainly(trial: Trial, split: Any, net: Any) -> Outcome:
@@ -167,7 +178,7 @@ def _plainly(trial: Trial, split: Any, net: Any) -> Outcome:
         len(split.X_train),
         statistics.median(net.history[:, "dur"]),
         0.0,
-        {} if trial.emulate else _accuracy(net, split),
+        _accuracy(trial, net, split),
         memory,
     )
 
@@ -200,7 +211,7 @@ def _on_cluster(trial: Trial, split: Any, net: Any, sync_every: str | int) -> Ou
         len(split.X_train),
         statistics.median(report.epoch_seconds),
         started + sum(warmed.report_.startup_seconds.values()),
-        {} if trial.emulate else _accuracy(clf, split),
+        _accuracy(trial, clf, split),
         memory,
         report.to_dict(),
     )
@@ -216,7 +227,9 @@ def _memory(client: Any) -> dict[str, int]:
     }
 
 
-def _accuracy(estimator: Any, split: Any) -> dict[str, float]:
+def _accuracy(trial: Trial, estimator: Any, split: Any) -> dict[str, float]:
+    if trial.emulate is not None or trial.stand_in is not None:
+        return {}
     return {
         "train": float(estimator.score(split.X_train[:_MOST_SCORED], split.y_train[:_MOST_SCORED])),
         "test": float(estimator.score(split.X_test, split.y_test)),

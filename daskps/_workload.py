@@ -7,9 +7,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from skorch import NeuralNetClassifier
+from torch import nn
 
 from daskps import datasets
 from daskps._emulation import Waiting
+from daskps._standin import StandIn
 from daskps.modules import CNN
 
 DATA = ("digits", "fashion-mnist", "synthetic")
@@ -56,10 +58,24 @@ def _synthetic(n_rows: int) -> Split:
 
 def new_net(split: Split, batch_size: int, max_epochs: int, **settings: Any) -> NeuralNetClassifier:
     """The built-in CNN with dropout, SGD with momentum; always the same initial weights."""
+    settings |= {"module__input_shape": split.X_train.shape[1:]}
+    return _training_net(CNN, split, batch_size, max_epochs, **settings)
+
+
+def stand_in_net(
+    split: Split, batch_size: int, max_epochs: int, images_per_row: float
+) -> NeuralNetClassifier:
+    """A net that computes so many images of noise for each row, and is about as large as the CNN."""
+    settings = {"module__n_parameters": _n_parameters(split), "module__images_per_row": images_per_row}
+    return _training_net(StandIn, split, batch_size, max_epochs, **settings)
+
+
+def _training_net(
+    module: type[nn.Module], split: Split, batch_size: int, max_epochs: int, **settings: Any
+) -> NeuralNetClassifier:
     torch.manual_seed(0)
     return NeuralNetClassifier(
-        CNN,
-        module__input_shape=split.X_train.shape[1:],
+        module,
         module__n_classes=_n_classes(split),
         criterion=torch.nn.CrossEntropyLoss,
         optimizer=torch.optim.SGD,
@@ -78,10 +94,9 @@ def waiting_net(
     split: Split, batch_size: int, max_epochs: int, c0: float, c1: float
 ) -> NeuralNetClassifier:
     """A net that waits for c0 + c1 * rows seconds in each step, with as many parameters as the CNN."""
-    cnn = CNN(split.X_train.shape[1:], _n_classes(split))
     return NeuralNetClassifier(
         Waiting,
-        module__n_parameters=sum(parameter.numel() for parameter in cnn.parameters()),
+        module__n_parameters=_n_parameters(split),
         module__n_classes=_n_classes(split),
         module__c0=c0,
         module__c1=c1,
@@ -92,6 +107,12 @@ def waiting_net(
         train_split=None,
         verbose=0,
     )
+
+
+def _n_parameters(split: Split) -> int:
+    """Of the CNN."""
+    cnn = CNN(split.X_train.shape[1:], _n_classes(split))
+    return sum(parameter.numel() for parameter in cnn.parameters())
 
 
 def _n_classes(split: Split) -> int:

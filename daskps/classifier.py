@@ -17,7 +17,6 @@ from sklearn.metrics import accuracy_score
 from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted
 from skorch import NeuralNetClassifier
-from torch.utils.data import Dataset
 
 from daskps import _folds, _hooks, _inputs, _master, _prediction, config
 from daskps._claims import claimed
@@ -239,8 +238,7 @@ class DistributedCNNClassifier(ClassifierMixin, BaseEstimator):
         """
         with self.client.as_current() if isinstance(self.client, Client) else nullcontext():
             predicted, y, sample_weight = map(_inputs.local, (self.predict(X), y, sample_weight))
-        y = _inputs.labels_of(X) if y is None and isinstance(X, Dataset) else y
-        return float(accuracy_score(y, predicted, sample_weight=sample_weight))
+        return float(accuracy_score(_inputs.labels_of(X, y), predicted, sample_weight=sample_weight))
 
     def _fit(self, start: Start, X: Any, y: Any, classes: Any, sample_weight: Any) -> None:
         """Everything that `fit` and `partial_fit` share."""

@@ -176,7 +176,7 @@ def _add_speedup(commands: Any) -> None:
         default=[],
         metavar="K,...",
         help="fit the model to these numbers of workers only, and predict the others;"
-        " for 1 alone, half the batch and rounds between two workers are measured too",
+        " for 1 alone, half the batch is measured too, and what two ranks do to each other",
     )
     add(
         "--emulate",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -109,8 +110,9 @@ class FitReport:
     @property
     def S(self) -> float:
         """Seconds of waiting and moving data per batch."""
-        idle = sum(entry.wait_seconds + entry.sync_seconds for entry in self.ranks)
-        return _ratio(idle / self.world_size, self.n_batches)
+        n_ranks = Counter(entry.epoch for entry in self.ranks)  # not every epoch need have had all
+        idle = sum((entry.wait_seconds + entry.sync_seconds) / n_ranks[entry.epoch] for entry in self.ranks)
+        return _ratio(idle, self.n_batches)
 
     @property
     def predicted_speedup(self) -> float:
@@ -228,12 +230,15 @@ class FitReport:
             "speedup": f"{self.predicted_speedup:.2f} predicted by C/(C/K + S)",
         }
 
+    def event_lines(self) -> list[str]:
+        """The workers that were lost or joined, a line for each."""
+        return [f"epoch {e.epoch + 1}: {e.worker} {e.what}" for e in self.events]
+
     def __str__(self) -> str:
         head = f"{self.world_size} rank(s), sync_every={self.sync_every!r}, batch_size={self.batch_size}"
         lines = [f"{name:<9} {value}".rstrip() for name, value in self.summary().items()]
-        events = [f"epoch {e.epoch + 1}: {e.worker} {e.what}" for e in self.events]
         advice = textwrap.fill(self.advice(), 100)
-        return "\n".join([head, *lines, *events, advice, "", *self._table()])
+        return "\n".join([head, *lines, *self.event_lines(), advice, "", *self._table()])
 
     def _repr_html_(self) -> str:
         return _html.report_html(self)

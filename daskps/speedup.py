@@ -25,7 +25,10 @@ class SpeedupModel:
     - ``sync_every=H``: (c0 + c1 b)/K + S(K)/(K H), because K batches go on at the same time;
     - ``sync_every="epoch"``: (c0 + c1 b)/K + S(K)/n, with n batches in an epoch.
 
-    Each worker is taken to have the cores that it has now, however many workers there are.
+    Each worker is taken to have the cores that it has now, however many workers there are. What busy
+    cores share (caches, the way to memory, the clock) makes each of them slower. A fit of K > 1
+    workers has that in its times; one of a single worker has not, and then `contention` stands for it:
+    with K > 1, computing takes so many times as long, and c0 and c1 are those of a worker alone.
 
     Parameters
     ----------
@@ -42,12 +45,17 @@ class SpeedupModel:
         Of c0, c1, s0, s1; NaN where the measurements do not tell.
     notes : tuple of str
         What the measurements could not tell, and what was assumed in its place.
+    contention : float, default=1.0
+        How many times as long a step computes beside busy neighbours as alone. 1 for workers on hosts
+        of their own, and for coefficients that were fitted to workers that had such neighbours.
 
     Examples
     --------
     >>> model = SpeedupModel(c0=0.002, c1=0.0005, s0=0.0005, s1=0.00025, batch_size=32)
     >>> round(model.predict(2), 2), round(model.efficiency(2), 2), model.best_workers()
     (1.64, 0.82, 8)
+    >>> round(model.with_contention(1.2).predict(2), 2)
+    1.38
     """
 
     c0: float
@@ -61,6 +69,7 @@ class SpeedupModel:
         default_factory=lambda: np.full((4, 4), np.nan), repr=False, compare=False
     )
     notes: tuple[str, ...] = ()
+    contention: float = 1.0
 
     def __post_init__(self) -> None:
         _check_model(self)
@@ -184,11 +193,27 @@ class SpeedupModel:
         notes = (*(note for note in self.notes if not note.startswith("S is")), *s_notes)
         return replace(self, s0=float(s0), s1=float(s1), covariance=covariance, notes=notes)
 
+    def with_contention(self, contention: float) -> SpeedupModel:
+        """The same worker, among others on its host.
+
+        Parameters
+        ----------
+        contention : float
+            How many times as long a step computes beside busy neighbours as alone. Measure it with
+            as many ranks on the host as are to train there.
+
+        Returns
+        -------
+        SpeedupModel
+        """
+        return replace(self, contention=contention)
+
     def compute_seconds(self, n_workers: int) -> float:
         """Seconds of computing for a batch on K workers."""
+        slower = self.contention if n_workers > 1 else 1.0
         if self.sync_every == "batch":
-            return self.c0 + self.c1 * self.batch_size / n_workers
-        return (self.c0 + self.c1 * self.batch_size) / n_workers
+            return slower * (self.c0 + self.c1 * self.batch_size / n_workers)
+        return slower * (self.c0 + self.c1 * self.batch_size) / n_workers
 
     def sync_seconds(self, n_workers: int) -> float:
         """Seconds of waiting and moving data for a batch on K workers."""
@@ -251,8 +276,8 @@ class SpeedupModel:
     def interval(self, n_workers: int) -> tuple[float, float]:
         """The predicted speedup less and plus two standard errors, to first order.
 
-        It covers the spread of the measurements, not what the model leaves out. From few measurements
-        it is too narrow for a confidence of 95 %.
+        It covers the spread of the measurements, not that of `contention`, nor what the model leaves
+        out. From few measurements it is too narrow for a confidence of 95 %.
 
         Returns
         -------
@@ -275,6 +300,8 @@ class SpeedupModel:
         meeting = {"batch": "c0 + c1*b/K + S(K)", "epoch": "(c0 + c1*b)/K + S(K)/n"}
         formula = meeting.get(str(self.sync_every), f"(c0 + c1*b)/K + S(K)/({self.sync_every}K)")
         lines = [f"{formula} for a batch, b = {self.batch_size:g}, S(K) = s0 + s1*K", ", ".join(values)]
+        if self.contention != 1:
+            lines.append(f"With K > 1, c0 and c1 are {self.contention:.3g} times as large.")
         return "\n".join([*lines, *self.notes])
 
     def _meetings_per_batch(self, n_workers: int) -> float:
@@ -289,9 +316,10 @@ class SpeedupModel:
         one, many = self.seconds_per_batch(1), self.seconds_per_batch(n_workers)
         meetings = self._meetings_per_batch(n_workers) if n_workers > 1 else 0.0
         b, K = self.batch_size, n_workers
+        slower = self.contention if n_workers > 1 else 1.0
         share = 1.0 if self.sync_every == "batch" else 1 / K
         of_one = np.array([1, b, 0, 0])
-        of_many = np.array([share, b / K, meetings, meetings * K])
+        of_many = np.array([slower * share, slower * b / K, meetings, meetings * K])
         return of_one / many - one * of_many / many**2
 
 
@@ -380,6 +408,8 @@ def _check_model(model: SpeedupModel) -> None:
         value = getattr(model, name)
         if not (np.isfinite(value) and value >= 0):
             raise ValueError(f"{name} must be seconds >= 0, got {value!r}.")
+    if not (np.isfinite(model.contention) and model.contention > 0):
+        raise ValueError(f"contention must be a number > 0, got {model.contention!r}.")
     if model.c0 + model.c1 == 0:
         raise ValueError("c0 and c1 must not both be 0: a step takes time.")
     if model.sync_every not in ("batch", "epoch"):

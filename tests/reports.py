@@ -1,6 +1,8 @@
 """Reports of fits that never were."""
 
-from daskps.report import FitReport, RankEpoch
+from dataclasses import replace
+
+from daskps.report import FitEvent, FitReport, RankEpoch
 from daskps.speedup import n_meetings
 
 
@@ -26,3 +28,12 @@ def report_of(
         for rank in range(n_workers)
     ]
     return FitReport(n_workers, sync_every, batch_size, ranks=ranks)
+
+
+def lost_one_of_three():
+    """Three ranks in two epochs, and two in the last two, where each has half as much again to do."""
+    before, after = report_of(3, compute=2.0, n_epochs=2), report_of(2, compute=3.0, n_epochs=2)
+    later = [replace(entry, epoch=entry.epoch + 2) for entry in after.ranks]
+    report = FitReport(2, "batch", 32, ranks=[*before.ranks, *later])
+    report.events.append(FitEvent(2, "tls://a-long-name.example:4127", "was lost; the epoch begins again"))
+    return report

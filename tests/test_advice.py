@@ -1,5 +1,7 @@
+from dataclasses import replace
+
 import pytest
-from reports import report_of
+from reports import lost_one_of_three, report_of
 
 
 def boundary(report, share):
@@ -60,6 +62,12 @@ def test_names_the_rank_that_the_others_wait_for():
     assert report.advice().startswith(
         "Rank 2 computes 2.0 times as long as the others, and they wait for it"
     )
+
+
+def test_who_was_in_more_epochs_than_a_lost_rank_is_not_called_slow():
+    report = lost_one_of_three()
+    report.ranks = [replace(entry, wait_seconds=entry.compute_seconds) for entry in report.ranks]
+    assert report.advice().startswith("Communication-bound")
 
 
 def test_speaks_of_the_client_where_epochs_end_and_begin_for_long():

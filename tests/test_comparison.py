@@ -67,18 +67,30 @@ class TestPrediction:
         assert [row.predicted for row in hidden[1:]] == pytest.approx([row.speedup for row in hidden[1:]])
         assert bent_rows[-1].speedup == BASE_SECONDS / 9
 
-    def test_from_one_worker_half_the_batch_and_rounds_of_two_that_wait(self):
-        ran = []
-        plan = replace(PLAN, fit_to=(1,))
-        results = results_of(plan, lambda trial: ran.append(trial) or outcome_of(trial))
-        batch, local, half = ran[-3:]
-        assert ran[-9:] == 3 * [batch, local, half]
-        assert [(t.sync_every, t.workers, t.threads, t.rows) for t in (batch, local)] == [
-            ("batch", 2, 1, 3072),
-            (8, 2, 1, 3072),
-        ]
-        assert batch.emulate == local.emulate == (0.0, pytest.approx(0.020 / 32))
-        assert (half.sync_every, half.workers, half.batch_size, half.emulate) == ("batch", 1, 16, None)
-        model = _comparison.fitted(results)["batch", 1]
-        assert [model.c0, model.c1, model.s0, model.s1] == pytest.approx([0.002, 0.018 / 32, 0.0008, 0])
+    def test_from_one_worker_half_the_batch_and_a_stand_in_alone_and_beside_another(self):
+        models = _comparison.fitted(results_of(replace(PLAN, fit_to=(1,))))
+        batch, local = models["batch", 1], models[8, 1]
+        assert [batch.c0, batch.c1, batch.s0, batch.s1] == pytest.approx([0.002, 0.018 / 32, 0.0008, 0])
+        assert [batch.contention, local.contention] == pytest.approx([1.25, 1.25])
+        assert batch.predict(2) == pytest.approx(20 / (1.25 * (2 + 9) + 0.8))
+        assert local.predict(2) == pytest.approx(20 / (1.25 * 20 / 2 + 0.8 / 16))
+
+    def test_contention_is_the_median_of_turns_in_which_both_ran(self):
+        slower = iter([1.0, 1.0, 3.0, 3.0, 2.0, 6.0])
+
+        def disturbed(trial):
+            outcome = outcome_of(trial)
+            if trial.stand_in not in (None, 4.0):  # that of the first fit, which finds the size
+                factor = next(slower)
+                for entry in outcome.report["ranks"]:
+                    entry["compute_seconds"] *= factor
+            return outcome
+
+        plan = replace(PLAN, modes=("batch",), fit_to=(1,))
+        assert _comparison.fitted(results_of(plan, disturbed))["batch", 1].contention == pytest.approx(1.25)
+
+    def test_where_waiting_takes_the_place_of_computing_nobody_is_in_the_way(self):
+        plan = replace(PLAN, base=replace(PLAN.base, emulate=(0.002, 0.018 / 32)), fit_to=(1,))
+        model = _comparison.fitted(results_of(plan))["batch", 1]
+        assert model.contention == 1
         assert model.predict(2) == pytest.approx(20 / (2 + 9 + 0.8))

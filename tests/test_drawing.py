@@ -2,7 +2,7 @@ import sys
 from itertools import pairwise
 
 import pytest
-from reports import report_of
+from reports import lost_one_of_three, report_of
 
 from daskps.report import FitReport
 
@@ -38,6 +38,10 @@ class TestReport:
         assert [label.get_text() for label in ax.get_xticklabels()] == ["1", "2", "3"]
         assert ax.get_title() == "4 rank(s), sync_every='batch', batch_size=32"
 
+    def test_an_epochs_number_stands_under_the_ranks_that_it_had(self, plt):
+        ax = lost_one_of_three().plot()
+        assert ax.get_xticks().tolist() == [1, 5, 8.5, 12.5]
+
     @pytest.mark.parametrize("n_epochs", [1, 20, 100])
     def test_no_two_labels_overlap(self, plt, n_epochs):
         ax = report_of(4, n_epochs=n_epochs).plot()
@@ -54,7 +58,9 @@ class TestReport:
         assert ax.get_xlabel() == "epoch (rank 0)"
 
     def test_of_nothing_measured_is_empty(self, plt):
-        assert len(FitReport(2, "batch", 32).plot().patches) == 0
+        ax = FitReport(2, "batch", 32).plot()
+        assert len(ax.patches) == 0
+        assert ax.get_legend() is None
 
 
 def test_without_matplotlib_says_what_to_install(monkeypatch):

@@ -32,6 +32,34 @@ class TestTurns:
         assert Results.load(tmp_path / "results.json") == results
 
 
+class TestBenchmark:
+    def ran(self, **changes):
+        ran = []
+        results_of(replace(PLAN, fit_to=(1,), **changes), lambda t: ran.append(t) or outcome_of(t))
+        return ran
+
+    def test_a_stand_in_that_computes_as_long_runs_alone_and_beside_another_in_each_turn(self):
+        ran = self.ran()
+        first, turn = ran[-16], ran[-5:]
+        assert ran[-15:] == 3 * turn
+        assert (first.stand_in, first.workers) == (4, 1)
+        assert [(t.sync_every, t.workers, t.batch_size, t.stand_in) for t in turn] == [
+            ("batch", 1, 16, 2),
+            ("batch", 2, 32, 2),
+            (8, 1, 32, 2),
+            (8, 2, 32, 2),
+            ("batch", 1, 16, None),
+        ]
+        assert {(t.rows, t.threads, t.emulate) for t in turn} == {(3072, 1, None)}
+
+    def test_what_is_emulated_waits_there_too(self):
+        base = replace(BASE, emulate=(0.002, 0.0005))
+        assert {(t.stand_in, t.emulate) for t in self.ran(base=base)} == {(None, base.emulate)}
+
+    def test_a_stand_in_is_called_so(self):
+        assert _experiment.name(self.ran()[-2]) == "H=8, 2x1, a stand-in"
+
+
 def test_a_benchmark_of_rounds_needs_a_fit_of_one_worker():
     with pytest.raises(ValueError, match="needs 1x1 in the grid"):
         results_of(replace(PLAN, grid=(Cell(1, 2), Cell(2, 1)), fit_to=(1,)))

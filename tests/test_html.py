@@ -2,7 +2,7 @@ import re
 from xml.etree import ElementTree
 
 import pytest
-from reports import report_of
+from reports import lost_one_of_three, report_of
 
 from daskps.report import FitReport
 
@@ -31,6 +31,15 @@ def test_bars_are_as_long_as_times_and_fit_their_cell():
     assert len(widths) == 6
     assert sum(widths[:3]) == pytest.approx(320, abs=0.2)
     assert widths[0] / widths[2] == pytest.approx(300 / 56.25, rel=0.01)
+
+
+def test_names_workers_that_were_lost_in_lines_that_may_break_anywhere():
+    (events,) = parsed(lost_one_of_three()).iter("ul")
+    assert [line.text for line in events] == [
+        "epoch 3: tls://a-long-name.example:4127 was lost; the epoch begins again"
+    ]
+    assert events.get("style") == "overflow-wrap:anywhere"
+    assert not list(parsed(report_of(2)).iter("ul"))
 
 
 def test_what_nothing_measured_is_also_html():

@@ -1,6 +1,7 @@
 import json
 
 import pytest
+from reports import lost_one_of_three
 
 from daskps.report import FitEvent, FitReport, RankEpoch
 
@@ -39,6 +40,9 @@ class TestModel:
         assert report.n_batches == 20
         assert report.C == pytest.approx(8 / 20)
         assert report.S == pytest.approx(1 / 20)
+
+    def test_s_is_of_the_ranks_that_each_epoch_had(self):
+        assert lost_one_of_three().S == pytest.approx(0.25, rel=0.05)
 
     def test_predicted_speedup(self, report):
         assert report.predicted_speedup == pytest.approx(0.4 / (0.4 / 2 + 0.05))

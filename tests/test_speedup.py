@@ -47,6 +47,15 @@ class TestRuntime:
         model = SpeedupModel(0.0, C / 32, S, 0.0, 32)
         assert [model.predict(K) for K in (2, 5)] == pytest.approx([C / (C / K + S) for K in (2, 5)])
 
+    @pytest.mark.parametrize("sync_every", ["batch", 8])
+    def test_busy_neighbours_make_computing_slower_and_nothing_else(self, sync_every):
+        alone = replace(BATCH, sync_every=sync_every)
+        beside = alone.with_contention(1.5)
+        assert beside.seconds_per_batch(1) == alone.seconds_per_batch(1)
+        assert beside.compute_seconds(4) == pytest.approx(1.5 * alone.compute_seconds(4))
+        assert beside.sync_seconds(4) == alone.sync_seconds(4)
+        assert beside.predict(4) < alone.predict(4)
+
     def test_efficiency_is_speedup_for_each_worker(self):
         assert BATCH.efficiency(4) == BATCH.predict(4) / 4
 
@@ -93,6 +102,15 @@ class TestFit:
         narrow = many.interval(8)
         assert narrow[1] - narrow[0] < (high - low) / 2
         assert all(0 < error < np.inf for error in many.standard_errors.values())
+
+    @pytest.mark.parametrize("coefficient", speedup.COEFFICIENTS)
+    def test_intervals_follow_each_coefficient_beside_busy_neighbours_too(self, coefficient):
+        model, step = BATCH.with_contention(1.5), 1e-6
+        covariance = np.diag([float(name == coefficient) for name in speedup.COEFFICIENTS])
+        low, high = replace(model, covariance=covariance).interval(4)
+        changed = replace(model, **{coefficient: getattr(model, coefficient) + step})
+        slope = (changed.predict(4) - model.predict(4)) / step
+        assert (high - low) / 4 == pytest.approx(abs(slope), rel=1e-3)
 
     def test_as_many_measurements_as_coefficients_leave_errors_unknown(self):
         model = SpeedupModel.fit(*measured(BATCH, [2, 4]))
@@ -156,6 +174,7 @@ class TestFit:
                 {"sync_every": "never"},
                 "sync_every must be 'batch', 'epoch' or an integer >= 1, got 'never'",
             ),
+            ({"contention": 0.0}, "contention must be a number > 0, got 0.0"),
             ({"sync_every": 0}, "sync_every must be an integer >= 1, got 0"),
             ({"sync_every": "epoch"}, "batches_per_epoch must be a number > 0 for 'epoch', got nan"),
         ],
@@ -232,6 +251,10 @@ class TestText:
             "S is taken as constant: it was measured with 2 workers only.",
         ]
 
+    def test_says_how_much_neighbours_slow_down(self):
+        assert "With K > 1, c0 and c1 are 1.2 times as large." in str(BATCH.with_contention(1.2))
+        assert "times as large" not in str(BATCH)
+
     @pytest.mark.parametrize(("sync_every", "end"), [("epoch", "S(K)/n"), (8, "S(K)/(8K)")])
     def test_names_the_modes_formula(self, sync_every, end):
         assert f"(c0 + c1*b)/K + {end} for" in str(SpeedupModel(1, 1, 1, 1, 32, sync_every, 10))
@@ -244,7 +267,7 @@ def test_meetings_of_an_epoch(sync_every, steps, n):
 
 class TestExamples:
     def test_of_the_docstring_are_true(self):
-        assert doctest.testmod(speedup) == (0, 2)
+        assert doctest.testmod(speedup) == (0, 3)
 
     def test_of_the_page_are_true(self):
         page = Path(__file__).parents[1] / "docs" / "how_many_workers.md"

@@ -57,6 +57,19 @@ def test_axes_have_units_and_the_legend_is_beside_them(draw):
     assert figure.legends[0].get_window_extent().x0 >= right.get_window_extent().x1
 
 
+def test_s_of_a_single_number_of_workers_is_a_dash_behind_its_points(draw):
+    right = draw(results_of(PLAN)).axes[1]
+    dashes = [line for line in right.lines if line.get_marker() == "_"]
+    assert [line.get_ydata()[0] for line in dashes] == pytest.approx([0.8, 0.05])
+    assert min(line.get_markersize() for line in dashes) > 20
+
+
+def test_points_of_s_stand_at_their_workers_also_where_there_are_many_threads(draw):
+    grid = tuple(Cell(K, threads) for K in (1, 2) for threads in (1, 16))
+    right = draw(results_of(replace(PLAN, grid=grid))).axes[1]
+    assert all(line.get_xdata()[0] == pytest.approx(2, abs=0.05) for line in right.lines)
+
+
 def test_title_says_emulated(draw):
     plan = replace(PLAN, base=replace(PLAN.base, emulate=(0.002, 0.0005)))
     assert draw(results_of(plan)).get_suptitle().startswith("EMULATED: steps wait")

@@ -42,7 +42,9 @@ class TestText:
 
     def test_says_so_if_rounds_were_measured_apart(self):
         _, notes = table_of(replace(PLAN, fit_to=(1,)))
-        assert "from 1 worker, in batch mode with half the batch too" in "\n".join(notes)
+        text = "\n".join(notes)
+        assert "from 1 worker, in batch mode with half the batch too, and a stand-in's fits" in text
+        assert "With K > 1, c0 and c1 are 1.25 times as large;" in text
 
     def test_emulation_stands_before_everything(self):
         base = replace(PLAN.base, emulate=(0.002, 0.0005625))

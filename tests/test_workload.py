@@ -24,6 +24,14 @@ def test_synthetic_images_look_like_fashion_mnist_and_can_be_learned():
     assert 0.5 < accuracy < 1
 
 
+def test_stand_in_is_about_as_large_as_the_net_whose_place_it_takes():
+    split = _workload.load("synthetic", 64)
+    real = _workload.new_net(split, 32, 1).initialize()
+    stand_in = _workload.stand_in_net(split, 32, 1, 0.5).fit(split.X_train, split.y_train)
+    sizes = [sum(p.numel() for p in net.module_.parameters()) for net in (real, stand_in)]
+    assert sizes[1] == pytest.approx(sizes[0], rel=0.01)
+
+
 def test_net_starts_from_the_same_weights_every_time():
     split = _workload.load("synthetic", 64)
     first, second = (_workload.new_net(split, 32, 1).initialize() for _ in range(2))

@@ -8,16 +8,20 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import queue
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 TUNED = {"MALLOC_TRIM_THRESHOLD_": "268435456", "MALLOC_MMAP_THRESHOLD_": "268435456"}
+
+_LONGEST_SECONDS = 600
 
 # Name, the function below, its arguments, and whether it also runs with the tuned allocator.
 CONTENDERS: list[tuple[str, str, list, bool]] = [
@@ -69,18 +73,29 @@ def in_fresh_interpreter(function: str, arguments: list, environment: dict[str, 
     """
     bare = {key: value for key, value in os.environ.items() if key not in TUNED}
     bare |= {"OMP_WAIT_POLICY": "passive"} | environment
-    result = subprocess.run(
+    process = subprocess.Popen(
         [sys.executable, "-m", "benchmarks.contenders", json.dumps([function, *arguments])],
         cwd=Path(__file__).parents[1],
         env=bare,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=600,
-        check=False,
+        start_new_session=True,
     )
-    if result.returncode:
-        raise RuntimeError(f"{function}{arguments} failed:\n{result.stderr}")
-    return float(result.stdout.split()[-1])
+    try:
+        out, errors = process.communicate(timeout=_LONGEST_SECONDS)
+    finally:
+        _end_session(process)
+    if process.returncode:
+        raise RuntimeError(f"{function}{arguments} failed:\n{errors}")
+    return float(out.split()[-1])
+
+
+def _end_session(process: subprocess.Popen) -> None:
+    """What a contender started may hang, and would disturb all that is measured after it."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def rows(n_rows: int) -> tuple[Any, Any]:
@@ -128,13 +143,26 @@ def pair(batch_size: int, n_rows: int, how: str) -> float:
     barrier, results = context.Barrier(2), context.Queue()
     with tempfile.TemporaryDirectory() as folder:
         arguments = (how, batch_size // 2, n_rows // 2, barrier, results, folder)
-        processes = [context.Process(target=one_of_two, args=(r, *arguments)) for r in range(2)]
+        # Daemons, so that one does not outlive the failure of the other, for which it may wait.
+        processes = [
+            context.Process(target=one_of_two, args=(r, *arguments), daemon=True) for r in range(2)
+        ]
         for process in processes:
             process.start()
-        seconds = max(results.get(timeout=600) for _ in processes)
+        seconds = max(_result(results, processes) for _ in processes)
         for process in processes:
             process.join()
     return n_rows / seconds
+
+
+def _result(results: Any, processes: list) -> float:
+    """What one of the processes has measured, or an error at once if one has failed."""
+    while True:
+        try:
+            return float(results.get(timeout=1))
+        except queue.Empty:
+            if any(process.exitcode for process in processes):
+                raise RuntimeError("one of two processes failed, and said why above") from None
 
 
 def one_of_two(rank: int, how: str, batch_size: int, n_rows: int, barrier, results, folder) -> None:  # type: ignore[no-untyped-def]

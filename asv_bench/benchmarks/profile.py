@@ -14,7 +14,7 @@ class Profile(NamedTuple):
 
 _PROFILES = {
     "fast": Profile((10_000, 421_642), (2, 4), turns=1, epochs=2, peer_rows=1600),
-    "regular": Profile((1, 10_000, 421_642, 4_000_000), (2, 4, 8), turns=5, epochs=10, peer_rows=12_800),
+    "regular": Profile((1, 10_000, 421_642, 4_000_000), (2, 4, 8), turns=3, epochs=10, peer_rows=6400),
 }
 
 _NAME = os.environ.get("DASKPS_BENCH_PROFILE", "fast")
