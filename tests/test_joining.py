@@ -279,6 +279,8 @@ class TestRefused:
     def test_is_a_rank_that_is_there_or_none(self, rank, rules):
         with Scheduler(3) as scheduler:
             channels = [scheduler.join(rank, rules) for rank in range(2)]
+            # A rank knows that it has joined a moment before the server does.
+            wait_until(lambda: len(scheduler.run.rounds.kinds()) == 2)
             with pytest.raises(InvalidMessageError, match=f"rank {rank} of run .* is none, or there"):
                 scheduler.join(rank, rules)
             channels.append(scheduler.join(2, rules))
