@@ -322,17 +322,24 @@ def scatter(client: Client, name: str, values: Sequence[Any], addresses: Sequenc
             )
             for key, value, address in zip(keys, values, addresses, strict=True)
         ]
+        together = asyncio.gather(*sending)
         try:
             # A scatter that is cancelled half-way leaves its keys in the cluster: Dask keeps them for the
             # client, which has no futures to let go of.
-            arrived = await asyncio.shield(asyncio.gather(*sending))
+            arrived = await asyncio.shield(together)
         except BaseException:
+            together.add_done_callback(_look_at)  # asyncio prints errors that nobody has looked at
             for task in sending:
                 task.add_done_callback(_let_go)
             raise
         return [futures[key] for key, futures in zip(keys, arrived, strict=True)]
 
     return client.sync(send_all)
+
+
+def _look_at(future: asyncio.Future) -> None:
+    if not future.cancelled():
+        future.exception()
 
 
 def _let_go(sending: asyncio.Task) -> None:

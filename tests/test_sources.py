@@ -1,4 +1,6 @@
+import asyncio
 import gc
+from types import SimpleNamespace
 
 import dask.array as da
 import numpy as np
@@ -307,3 +309,31 @@ def test_what_has_arrived_is_let_go_if_something_else_cannot_be_sent(client, ses
         wait_until(lambda: leftovers(session_client) <= before)
     finally:
         gc.enable()
+
+
+def test_a_scatter_that_is_given_up_says_nothing_of_its_failure_later():
+    """The worker is gone, as the fit knows already: asyncio would print an error that nobody looks at."""
+    complaints = []
+
+    async def scenario():
+        loop, gate = asyncio.get_running_loop(), asyncio.Event()
+        loop.set_exception_handler(lambda loop, context: complaints.append(context["message"]))
+
+        async def fail(*args, **kwargs):
+            await gate.wait()
+            raise KeyError("tcp://gone")
+
+        client = SimpleNamespace(sync=lambda function: function(), scatter=fail)
+        sending = asyncio.ensure_future(scatter(client, "shard", [1, 2], ["tcp://a", "tcp://b"]))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        sending.cancel()
+        await asyncio.wait([sending])
+        gate.set()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        del sending
+        gc.collect()
+
+    asyncio.run(scenario())
+    assert complaints == []
