@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from distributed.scheduler import heartbeat_interval
+
 from daskps._leases import Request
 from daskps._rounds import RoundServer
 from daskps._server import ParameterServer
@@ -27,6 +29,10 @@ class Terms:
     """The only ones that may be used, as `Client.submit` takes them."""
     resources: dict[str, float]
     rules: Rules
+
+    def silence(self, n_workers: int) -> float:
+        """For how many seconds one of so many workers may be silent: some heartbeats in any case."""
+        return max(self.rules.silence, 4 * heartbeat_interval(n_workers))
 
 
 @dataclass(frozen=True)
@@ -67,13 +73,12 @@ class Generation:
                 self.terms.rules.wire_dtype,
             )
 
-    def members(self, allowed_failures: int) -> dict[str, Any]:
+    def members(self) -> dict[str, Any]:
         """What the client has to know of the workers."""
         return {
             "addresses": self.addresses,
             "generation": self.generation,
             "lost": [],
-            "allowed_failures": allowed_failures,
         }
 
     def lost_workers(self) -> list[str]:

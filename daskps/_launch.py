@@ -64,8 +64,6 @@ class Change(NamedTuple):
     lost: list[str]
     """Addresses."""
     joined: list[str]
-    allowed_failures: int
-    """How often Dask's scheduler lets workers die of the same task."""
 
 
 class Run:
@@ -127,7 +125,7 @@ class Run:
         self.watch.generation = members["generation"]
         self.addresses = list(members["addresses"])
         self.forget_shards()
-        return Change(list(members["lost"]), joined, members["allowed_failures"])
+        return Change(list(members["lost"]), joined)
 
     def paused(self, keys: Sequence[str]) -> list[Paused]:
         """The workers that keep these tasks from running because Dask has paused them."""
@@ -412,19 +410,28 @@ def open_run(client: Client, n_workers: int | None, most: int, at_most: float = 
 
 def register(client: Client) -> None:
     """Bring both plugins to the cluster, unless they are there."""
-    for plugin, side in (
-        (DaskpsSchedulerPlugin(), "scheduler"),
-        (DaskpsWorkerPlugin(), "workers"),
-    ):
-        try:
-            client.register_plugin(plugin)
-        except Exception as error:
-            if not _is_about_loading(error):
-                raise
-            raise InstallationError(
-                f"The {side} cannot load daskps ({error}): install daskps {daskps.__version__} in"
-                " that environment and restart it."
-            ) from error
+    _register(client, DaskpsSchedulerPlugin(), "scheduler")
+    try:
+        _register(client, DaskpsWorkerPlugin(), "workers", config.seconds("timeouts.connect"))
+    except OSError:
+        # A worker is gone, or does not answer, for which Dask would wait for minutes. Those that have
+        # loaded daskps say so themselves.
+        logger.debug("could not bring daskps to all workers", exc_info=True)
+
+
+def _register(client: Client, plugin: Any, side: str, seconds: float | None = None) -> None:
+    async def register() -> None:
+        await client.register_plugin(plugin)
+
+    try:
+        client.sync(register, callback_timeout=seconds)
+    except Exception as error:
+        if not _is_about_loading(error):
+            raise
+        raise InstallationError(
+            f"The {side} cannot load daskps ({error}): install daskps {daskps.__version__} in"
+            " that environment and restart it."
+        ) from error
 
 
 def _is_about_loading(error: Exception) -> bool:

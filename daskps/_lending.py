@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
-from time import monotonic
+from time import monotonic, time
 
 from distributed import Scheduler
 from distributed.core import Status
@@ -145,7 +145,17 @@ class Lender:
         return {a: self.processes[a] for a in self._usable(terms) if a in self.processes}
 
     def _usable(self, terms: Terms) -> list[str]:
-        """Addresses of running workers that satisfy the annotations around the fit."""
+        """Addresses of running workers that satisfy the annotations around the fit, and beat."""
+        silent = self._silent(terms)
+        return [address for address in self._allowed(terms) if address not in silent]
+
+    def _silent(self, terms: Terms) -> list[str]:
+        """Those that would be lost at once. Dask keeps one whose nanny is silent too for a long time."""
+        patience = terms.silence(len(self.scheduler.workers))
+        seen = {address: self.scheduler.workers[address].last_seen for address in self._allowed(terms)}
+        return [address for address, last_seen in seen.items() if time() - last_seen > patience]
+
+    def _allowed(self, terms: Terms) -> list[str]:
         allowed = None if terms.workers is None else self._resolve(terms.workers)
         return [
             address
@@ -159,8 +169,10 @@ class Lender:
         """Why workers that are there cannot be lent."""
         states = self.scheduler.workers.values()
         paused = [state.address for state in states if state.status == Status.paused]
-        n_others = sum(state.status == Status.running for state in states) - len(self._usable(terms))
+        silent = self._silent(terms)
+        n_others = sum(state.status == Status.running for state in states) - len(self._allowed(terms))
         why = f" Dask has paused {paused}, whose memory is nearly full." if paused else ""
+        why += f" {silent} sent no heartbeat for daskps.timeouts.silence: restart them." if silent else ""
         if n_others:
             why += (
                 f" Not among them: {n_others} that the annotations around the fit exclude"

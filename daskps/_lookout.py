@@ -6,7 +6,6 @@ import asyncio
 from time import time
 
 from distributed import Scheduler
-from distributed.scheduler import heartbeat_interval
 
 from daskps._generation import Generation, Loss
 from daskps._leaving import Leaving
@@ -75,7 +74,12 @@ class Lookout:
         self._tell(run, reason, worker)
 
     def _tell(self, run: Generation, reason: str, worker: str | None) -> None:
-        news = {"lost": reason, "worker": worker, "round": run.server.round}
+        news = {
+            "lost": reason,
+            "worker": worker,
+            "round": run.server.round,
+            "allowed_failures": self._scheduler.allowed_failures,
+        }
         self._scheduler.log_event(TOPIC, {"run_id": run.run_id, "generation": run.generation, **news})
 
     async def _listen(self) -> None:
@@ -88,7 +92,7 @@ class Lookout:
         self._listening = None
 
     def _lose_the_silent(self, run: Generation) -> None:
-        patience = max(run.terms.rules.silence, 4 * heartbeat_interval(len(self._scheduler.workers)))
+        patience = run.terms.silence(len(self._scheduler.workers))
         for address in run.addresses:
             state = self._scheduler.workers.get(address)
             if state is not None and self._silence.of(state.last_seen) > patience:

@@ -83,6 +83,10 @@ class DaskpsSchedulerPlugin(SchedulerPlugin):
 
         ``rules`` are the client's `Rules`, as a list.
         """
+        if (
+            client not in self.scheduler.clients
+        ):  # it died while this was on its way: who would close the run?
+            raise RunAbortedError(f"the client {client} is gone")
         if run_id in self.runs or self.lender.knows(run_id):
             raise InvalidMessageError(f"run {run_id!r} has been opened already")
         request = Request(run_id, n_workers, most)
@@ -103,7 +107,7 @@ class DaskpsSchedulerPlugin(SchedulerPlugin):
         if joining:
             self.leaving.fence(run, RunAbortedError("more workers join the run"))
         elif not run.fenced:
-            return run.members(self.scheduler.allowed_failures)
+            return run.members()
         while run.place in self.leaving.places:
             await self.lender.change(at_most=0.5)
         self._refuse_ended(run)
@@ -112,7 +116,7 @@ class DaskpsSchedulerPlugin(SchedulerPlugin):
         new = Generation(run_id, run.terms, addresses, run.generation + 1)
         self._begin(new)
         logger.info("run %s goes on with %d ranks", run_id, len(addresses))
-        return {**new.members(self.scheduler.allowed_failures), "lost": run.lost_workers()}
+        return {**new.members(), "lost": run.lost_workers()}
 
     def _refuse_ended(self, run: Generation) -> None:
         """Hold nothing for a run that has ended while it was being renewed."""
@@ -226,6 +230,8 @@ class DaskpsSchedulerPlugin(SchedulerPlugin):
         self.lender.wake()
 
     def remove_client(self, scheduler: Scheduler, client: str) -> None:
+        # Dask would go on sending it events, and complain that it cannot.
+        scheduler.unsubscribe_topic(TOPIC, client)
         for run_id, run in list(self.runs.items()):
             if run.terms.client == client:
                 self._end(run_id, RunAbortedError(f"the client {client} is gone"))

@@ -26,7 +26,7 @@ from daskps._replica import Opening
 from daskps._sources import Source
 from daskps._spec import Order
 from daskps._worker import Result
-from daskps.exceptions import DaskpsError, RunAbortedError, WorkerLostError
+from daskps.exceptions import ClusterTooSmallError, DaskpsError, RunAbortedError, WorkerLostError
 from daskps.report import FitEvent, FitReport, RankEpoch
 
 logger = logging.getLogger("daskps")
@@ -127,12 +127,16 @@ class Training:
     def _go_on_without(self, lost: WorkerLostError, n_losses: int) -> None:
         if not self._resume:
             raise lost
+        if n_losses > self._run.watch.allowed_failures:
+            lost.add_note(f"It was loss number {n_losses} of the same epoch, see allowed-failures of Dask.")
+            raise lost
         try:
             change = self._run.renew(join=False)
         except RunAbortedError:  # nothing is left to go on with: what happened before that counts
             raise lost from None
-        if change is None or n_losses > change.allowed_failures:
-            lost.add_note(f"It was loss number {n_losses} of the same epoch, see allowed-failures of Dask.")
+        except ClusterTooSmallError as error:
+            raise error from lost
+        if change is None:
             raise lost
         self._regroup()
         k = self._run.world_size

@@ -41,6 +41,8 @@ class Watch:
         self._client = client
         self._events = events
         self.generation = 0
+        self.allowed_failures = 0
+        """How often Dask's scheduler lets workers die of the same task; known when one is lost."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
@@ -67,6 +69,7 @@ class Watch:
         if event.get("generation", self.generation) != self.generation:
             return None
         if "lost" in event:
+            self.allowed_failures = event["allowed_failures"]
             raise WorkerLostError(event["lost"], event["worker"], event["run_id"], round=event["round"])
         if "ended" in event:
             raise RunAbortedError(event["ended"])

@@ -14,6 +14,7 @@ from reference import fit_daskps, identical, make_net, xy
 from skorch.callbacks import Callback, Checkpoint, LoadInitState
 
 from daskps import DaskpsError, DistributedCNNClassifier
+from daskps._spec import TOPIC
 
 MODES = ["batch", "epoch"]
 
@@ -72,21 +73,29 @@ def fit_elsewhere(address, path, sync_every):
         fit_daskps(client, halting_net(path), X, y, n_workers=2, sync_every=sync_every)
 
 
+def subscribers(client):
+    """The clients to which the scheduler sends events of runs."""
+    return set(client.cluster.scheduler._broker._topics[TOPIC].subscribers)
+
+
 @pytest.mark.parametrize("sync_every", MODES)
 def test_the_client_is_killed(mortals, tmp_path, sync_every):
     """Its ranks leave at the end of their step, though Dask stops no thread."""
     process = multiprocessing.get_context("forkserver").Process(
         target=fit_elsewhere, args=(mortals.scheduler.address, tmp_path, sync_every)
     )
+    before = subscribers(mortals)
     process.start()
     try:
         wait_until((tmp_path / "halted").exists, seconds=90)
         assert held(mortals)
+        assert len(subscribers(mortals)) == len(before) + 1
     finally:
         kill(process.pid)
         (tmp_path / "go").touch()
     process.join(20)
     wait_until(lambda: not held(mortals), seconds=60)
+    assert subscribers(mortals) == before
     X, y = xy(100, 3)
     assert fit_daskps(mortals, make_net(CNN3, module__n=3), X, y).report_.world_size == 3
 

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import dask
 import numpy as np
 import pytest
 import torch
-from faults import address_of, fit_and, halting_net, is_alive, marked, stop, wait_for_file
+from faults import (
+    address_of,
+    fit_and,
+    halting_net,
+    is_alive,
+    kill,
+    marked,
+    stop,
+    wait_for_file,
+)
 from nets import CNN3
 from probes import wait_until, workers_of
 from reference import distance, fit_daskps, fit_plain, make_net, xy
 
-from daskps import RoundTimeoutError, WorkerBusyError
+from daskps import ClusterTooSmallError, RoundTimeoutError, WorkerBusyError
 
 # Ten heartbeats, which are half a second apart.
 SILENCE = {"daskps.timeouts.silence": "5s"}
@@ -40,6 +51,7 @@ def test_a_worker_that_falls_silent_is_lost(mortals, tmp_path, sync_every):
 def test_a_slow_rank_is_waited_for_and_then_it_is_an_error(mortals, tmp_path):
     """Longer than silence would last: its worker's heart beats."""
     X, y = marked(203, 95)
+    fit_daskps(mortals, make_net(CNN3, module__n=3, max_epochs=1), X, y)  # the first may start slowly
     with dask.config.set({"daskps.timeouts.silence": "2s", "daskps.timeouts.round": "3s"}):
         error = fit_and(forget_to_wake, mortals, halting_net(tmp_path), X, y, n_workers=3)
     assert type(error) is RoundTimeoutError
@@ -77,3 +89,39 @@ def test_a_worker_that_is_busy_with_other_tasks(client, session_client, tmp_path
         other.result(timeout=20)
         other.release()
     assert fit_daskps(session_client, net, X, y).report_.world_size == 4
+
+
+def test_a_silent_worker_is_lent_to_nobody_as_long_as_dask_still_knows_it(mortals, tmp_path, monkeypatch):
+    """Where the network is cut its nanny does not answer either, for which Dask waits half a minute."""
+    scheduler, asked = mortals.cluster.scheduler, []
+
+    async def restart_workers(*args, **kwargs):
+        asked.append((args, kwargs))
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(scheduler, "restart_workers", restart_workers)
+    stopped = []
+
+    def event(pid):
+        stopped.append((pid, address_of(mortals, pid)))
+        stop(pid)
+
+    X, y = marked(203, 95)
+    try:
+        with dask.config.set(SILENCE):
+            ours = fit_and(event, mortals, halting_net(tmp_path, max_epochs=4), X, y)
+            ((_, address),) = stopped
+            assert address in workers_of(mortals)
+            again = fit_daskps(mortals, make_net(CNN3, module__n=3, max_epochs=1), X, y)
+            with (
+                dask.config.set({"daskps.timeouts.workers": "50ms"}),
+                pytest.raises(ClusterTooSmallError, match=rf"2 usable came.*{address}.* sent no heartbeat"),
+            ):
+                fit_daskps(mortals, make_net(CNN3, module__n=3), X, y, n_workers=3)
+    finally:
+        for pid, _ in stopped:
+            kill(pid)
+    assert [(event.epoch, event.worker) for event in ours.report_.events] == [(1, address)]
+    assert [sum(entry.epoch == epoch for entry in ours.report_.ranks) for epoch in range(4)] == [3, 2, 2, 2]
+    assert (again.report_.world_size, again.report_.events) == (2, [])
+    assert [args for args, _ in asked] == [([address],)]

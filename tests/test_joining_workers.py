@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import dask
 import numpy as np
 import pytest
@@ -64,6 +66,24 @@ def test_a_fit_grows_no_further_than_asked(client, session_client):
     ours = fit_daskps(client, small_net(), X, y, n_workers=2)
     assert ours.report_.world_size == 2
     assert ours.report_.events == []
+
+
+def test_a_cluster_without_workers():
+    """BR-53: the error says that none came; if one comes while the fit waits, it trains."""
+    X, y = data(100)
+    with local_cluster(n_workers=0, processes=False) as cluster, Client(cluster) as client:
+        with (
+            dask.config.set({"daskps.timeouts.workers": "300ms"}),
+            pytest.raises(
+                ClusterTooSmallError, match=r"asked for 1 process.*0 usable came within .*0\.3 s"
+            ),
+        ):
+            fit_daskps(client, small_net(), X, y)
+        with ThreadPoolExecutor(1) as pool:
+            fitting = pool.submit(fit_daskps, client, small_net(), X, y)
+            wait_until(lambda: placeholders(client) or fitting.done())
+            cluster.scale(1)
+            assert fitting.result(60).report_.world_size == 1
 
 
 def test_adaptive_cluster_grows_from_nothing(fork_server):

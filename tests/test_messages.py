@@ -239,8 +239,10 @@ def fuzz(client, cluster, n):
     """What comes of messages to all handlers that are odd, stale, foreign or the same again."""
     generator = random.Random(1)
     (run_id,) = open_runs(cluster)
+    many = dict.fromkeys((HELLO, LEFT), 32 * n)  # in a stream, where nobody waits for an answer
     messages = {
-        operation: [foreign(generator, operation, run_id) for _ in range(n)] for operation in FIELDS
+        operation: [foreign(generator, operation, run_id) for _ in range(many.get(operation, n))]
+        for operation in FIELDS
     }
     messages[OPEN].append({**GOOD[OPEN], "run_id": run_id})
     messages[RENEW].append(GOOD[RENEW])
@@ -261,7 +263,9 @@ def fuzz(client, cluster, n):
     return found
 
 
-def test_odd_messages_are_refused_and_leave_nothing_and_a_fit_that_goes_on_is_unharmed(client, cluster):
+def test_odd_messages_are_refused_and_leave_nothing_and_a_fit_that_goes_on_is_unharmed(
+    client, cluster, caplog
+):
     X, y = separable(120, 3)
     net = make_net(CNN3, module__n=3, max_epochs=4, train_split=None)
     expected = fit_daskps(client, net, X, y, n_workers=2)
@@ -274,6 +278,9 @@ def test_odd_messages_are_refused_and_leave_nothing_and_a_fit_that_goes_on_is_un
         fitted = fit_daskps(client, net, X, y, n_workers=2)
     assert identical(fitted, expected)
     assert fitted.report_.events == []
+    n_ignored = sum(record.message.startswith("ignored a message") for record in caplog.records)
+    assert n_ignored == 2 * 32 * 150
+    assert n_ignored + sum(map(len, found[0].values())) > 10_000
     for operation, outcomes in found[0].items():
         assert len(outcomes) >= 150
         odd = [outcome for outcome in outcomes if not isinstance(outcome, DaskpsError)]

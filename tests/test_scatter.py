@@ -1,4 +1,6 @@
+import asyncio
 import gc
+from types import SimpleNamespace
 
 import distributed.client
 import pytest
@@ -34,3 +36,31 @@ def test_what_a_worker_took_that_left_meanwhile_is_forgotten(client, session_cli
         with pytest.raises(KeyError):
             scatter(user, "x", [1, 2], addresses)
         wait_until(lambda: leftovers(session_client) <= before)
+
+
+def test_a_scatter_that_is_given_up_says_nothing_of_its_failure_later():
+    """The worker is gone, as the fit knows already: asyncio would print an error that nobody looks at."""
+    complaints = []
+
+    async def scenario():
+        loop, gate = asyncio.get_running_loop(), asyncio.Event()
+        loop.set_exception_handler(lambda loop, context: complaints.append(context["message"]))
+
+        async def fail(*args, **kwargs):
+            await gate.wait()
+            raise OSError("tcp://gone")
+
+        client = SimpleNamespace(sync=lambda function: function(), scatter=fail, direct_to_workers=True)
+        sending = asyncio.ensure_future(scatter(client, "shard", [1, 2], ["tcp://a", "tcp://b"]))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        sending.cancel()
+        await asyncio.wait([sending])
+        gate.set()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        del sending
+        gc.collect()
+
+    asyncio.run(scenario())
+    assert complaints == []

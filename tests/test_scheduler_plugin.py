@@ -13,11 +13,12 @@ from distributed import Client
 from distributed.core import Status
 from nets import CNN3, Gated, read
 from probes import leftovers, wait_until
+from ranks import RULES
 from reference import fit_daskps, make_net, xy
 
-from daskps import ClusterTooSmallError
+from daskps import ClusterTooSmallError, __version__
 from daskps._launch import open_run, register
-from daskps._spec import SCHEDULER_PLUGIN, WORKER_PLUGIN
+from daskps._spec import OPEN, SCHEDULER_PLUGIN, WORKER_PLUGIN
 from daskps.exceptions import DaskpsError, RunAbortedError
 
 
@@ -210,6 +211,26 @@ def test_ranks_leave_when_their_client_is_gone(client, session_client, cluster, 
     assert error is not None
     n_batches = len(read(str(tmp_path / "log")))
     assert n_batches < 2 * 3 * 4
+
+
+def test_a_client_that_died_before_its_request_was_read_gets_no_workers(client, session_client, cluster):
+    """Nobody would close that run."""
+
+    async def ask():
+        message = {
+            "client": "Client-gone",
+            "version": __version__,
+            "n_workers": 1,
+            "most": 1,
+            "rules": list(RULES),
+        }
+        request = getattr(session_client.scheduler, OPEN)
+        return await request(run_id="late", workers=None, resources=None, **message)
+
+    register(session_client)
+    with pytest.raises(RunAbortedError, match="the client Client-gone is gone"):
+        session_client.sync(ask)
+    assert not held(session_client)
 
 
 def test_closing_twice(client, session_client):

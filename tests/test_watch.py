@@ -10,7 +10,14 @@ from probes import wait_until
 from daskps._watch import Watch
 from daskps.exceptions import RunAbortedError, WorkerLostError
 
-LOST = {"run_id": "run", "generation": 0, "lost": "worker a left", "worker": "tcp://a", "round": 3}
+LOST = {
+    "run_id": "run",
+    "generation": 0,
+    "lost": "worker a left",
+    "worker": "tcp://a",
+    "round": 3,
+    "allowed_failures": 2,
+}
 
 
 class Loop:
@@ -66,6 +73,7 @@ class TestNext:
             watch.next()
         error = caught.value
         assert (error.worker, error.run_id, error.round) == ("tcp://a", "run", 3)
+        assert watch.allowed_failures == 2
 
     def test_the_end_of_the_run_is_an_error(self, watch):
         watch.put({"run_id": "run", "ended": "the cluster restarts"})
