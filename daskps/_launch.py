@@ -303,6 +303,7 @@ class _Starting:
         self._patience = run.rules.start
         self._missing = set(range(run.world_size))
         self._since = self._looked = monotonic()
+        self._coming = True
 
     def check(self, event: dict) -> None:
         """Take in an event, and raise WorkerBusyError if a rank is late."""
@@ -321,10 +322,9 @@ class _Starting:
         if all(shard.done() for shard in self._run.shards):
             return False
         # Asked seldom: what a task depends on may be a large graph.
-        if monotonic() - self._looked < self._patience / 4:
-            return self._since >= self._looked
-        self._looked = monotonic()
-        return not self._paused()
+        if monotonic() - self._looked >= self._patience / 4:
+            self._looked, self._coming = monotonic(), not self._paused()
+        return self._coming
 
     def _paused(self) -> list[Paused]:
         return self._run.paused([str(self._tasks[rank].key) for rank in sorted(self._missing)])
