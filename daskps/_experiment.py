@@ -17,7 +17,7 @@ Mode = str | int
 # Enough for a hundred steps of a usual batch.
 _BENCHMARK_ROWS = 3200
 # Of the stand-in, for each row, before it is known how many take as long as the net that is asked about.
-_FIRST_IMAGES = 4.0
+_FIRST_IMAGES = 3.0
 
 
 class Cell(NamedTuple):

@@ -80,7 +80,7 @@ class TestPrediction:
 
         def disturbed(trial):
             outcome = outcome_of(trial)
-            if trial.stand_in not in (None, 4.0):  # that of the first fit, which finds the size
+            if trial.stand_in not in (None, 3.0):  # that of the first fit, which finds the size
                 factor = next(slower)
                 for entry in outcome.report["ranks"]:
                     entry["compute_seconds"] *= factor

@@ -42,7 +42,7 @@ class TestBenchmark:
         ran = self.ran()
         first, turn = ran[-16], ran[-5:]
         assert ran[-15:] == 3 * turn
-        assert (first.stand_in, first.workers) == (4, 1)
+        assert (first.stand_in, first.workers) == (3, 1)
         assert [(t.sync_every, t.workers, t.batch_size, t.stand_in) for t in turn] == [
             ("batch", 1, 16, 2),
             ("batch", 2, 32, 2),
