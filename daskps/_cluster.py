@@ -19,7 +19,7 @@ import dask
 import distributed.utils
 from dask.system import cpu_count
 from distributed import Client, LocalCluster, Security, worker_client
-from distributed.comm import get_address_host, parse_address
+from distributed.comm import get_address_host, normalize_address, parse_address
 
 from daskps import _folds
 from daskps._process import in_pool, in_task
@@ -61,8 +61,9 @@ def client_for(client: Client | str | None) -> Iterator[Client]:
     ----------
     client : Client, str or None
         A client, which stays open; the address of a scheduler, with a connection that is closed
-        at the end of the block or, in a search, of the search; or None for the current client and,
-        where there is none, this process's private cluster.
+        at the end of the block or, in a search, of the search, and in a task of that scheduler the
+        worker's own client; or None for the current client and, where there is none, this process's
+        private cluster.
 
     Raises
     ------
@@ -77,11 +78,18 @@ def client_for(client: Client | str | None) -> Iterator[Client]:
     _check_client(client)
     with ExitStack() as stack:
         own = stack.enter_context(worker_client()) if in_task() else None
-        if isinstance(client, str):
+        if own is not None and _is_at(own, client):  # a worker has certificates, its settings may have none
+            used = own
+        elif isinstance(client, str):
             used = stack.enter_context(_connected(client))
         else:
             used = client or own or _current_client() or _private_client()
         yield _usable(used)
+
+
+def _is_at(client: Client, address: Any) -> bool:
+    """Whether this is the address of the client's scheduler."""
+    return isinstance(address, str) and client.scheduler.address == normalize_address(address)  # type: ignore[union-attr]
 
 
 def _check_client(client: Any) -> None:

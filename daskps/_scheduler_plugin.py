@@ -83,9 +83,7 @@ class DaskpsSchedulerPlugin(SchedulerPlugin):
 
         ``rules`` are the client's `Rules`, as a list.
         """
-        if (
-            client not in self.scheduler.clients
-        ):  # it died while this was on its way: who would close the run?
+        if client not in self.scheduler.clients:  # it died while this was on its way, and closes no run
             raise RunAbortedError(f"the client {client} is gone")
         if run_id in self.runs or self.lender.knows(run_id):
             raise InvalidMessageError(f"run {run_id!r} has been opened already")

@@ -34,6 +34,7 @@ from reference import (
 
 import daskps
 from daskps import DistributedCNNClassifier, _joining, _sharedmemory, cli
+from daskps._cluster import client_for
 from daskps.exceptions import RoundTimeoutError
 
 MODES = ["batch", "epoch", 2]
@@ -239,6 +240,17 @@ def test_on_tls_the_command_that_checks_has_its_certificates_from_dask(tls_clien
     assert cli.main(["check", address]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"daskps: {address} wants certificates")
+
+
+def reached_from_a_task(address):
+    with client_for(address) as used:
+        return used.submit(str, 5, pure=False).result(timeout=30)
+
+
+def test_on_tls_a_task_uses_the_certificates_of_its_worker(tls_client):
+    """An estimator whose client was one is pickled with its address, as in a search."""
+    address = tls_client.scheduler.address
+    assert tls_client.submit(reached_from_a_task, address).result(timeout=60) == "5"
 
 
 @pytest.mark.parametrize("setting", ["auto", "comm"])
