@@ -21,8 +21,8 @@ FIGURES = {
     "epochs": "--data fashion-mnist --grid 2x1 --sync batch,epoch,8 --epochs 5 --repeats 1",
     "from-one": "--data fashion-mnist --rows 12800 --grid 1x1,2x1 --sync batch,epoch,8 --fit 1 --repeats 5",
     "emulated": (
-        "--data synthetic --rows 3200 --emulate 200ms --grid 1x1,2x1,4x1,8x1,16x1"
-        " --sync batch,epoch,8 --fit 1,2,4 --repeats 3"
+        "--data synthetic --rows 6400 --emulate 200ms --grid 1x1,2x1,4x1,8x1,16x1"
+        " --sync batch,epoch,8 --fit 1,2,4 --repeats 2"
     ),
     "large-batch": "--data fashion-mnist --grid 1x1,2x1 --sync batch --batch-size 256 --repeats 3",
 }
