@@ -101,7 +101,6 @@ def _check_client(client: Any) -> None:
                 f"The 'client' parameter must be an address such as 'tcp://host:8786', got {client!r}"
                 f" instead: {error}."
             ) from error
-        _check_encryption(client)
     elif not isinstance(client, Client | None):
         raise TypeError(
             "The 'client' parameter must be a distributed.Client, the address of a scheduler or None, got"
@@ -133,6 +132,7 @@ def _check_encryption(address: str) -> None:
 @contextmanager
 def _connected(address: str) -> Iterator[Client]:
     """A client of a scheduler. What fits of a search have in common they send over one."""
+    _check_encryption(address)
     owners = _folds.current_fold()
     if owners:
         yield _shared_connection(address, owners)

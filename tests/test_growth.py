@@ -17,7 +17,9 @@ COARSE = {**TOLERATED, "allocated bytes": math.inf, "small objects": math.inf}
 
 KINDS = ("files", "threads", "asyncio tasks", "allocated bytes", "small objects", "handlers")
 
-N = 10  # of each kind: some are tolerated
+N = 10
+# Of what comes and goes on a cluster that has just done something else, beside what is tolerated.
+N_FLEETING = 60
 leaked = {}
 plugged = threading.Event()
 
@@ -26,8 +28,8 @@ async def leak(server):
     """Some of each kind, in the process of a worker or of the scheduler."""
     for _ in range(N):
         threading.Thread(target=plugged.wait, daemon=True).start()
-    leaked["files"] = [os.open(os.devnull, os.O_RDONLY) for _ in range(N)]
-    leaked["tasks"] = [asyncio.create_task(asyncio.Event().wait()) for _ in range(N)]
+    leaked["files"] = [os.open(os.devnull, os.O_RDONLY) for _ in range(N_FLEETING)]
+    leaked["tasks"] = [asyncio.create_task(asyncio.Event().wait()) for _ in range(N_FLEETING)]
     leaked["small"] = [float(i) for i in range(2 * TOLERATED["small objects"])]
     leaked["large"] = bytearray(2 * TOLERATED["allocated bytes"])
     server.handlers["leaked"] = leak
