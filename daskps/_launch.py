@@ -27,6 +27,7 @@ from daskps._scheduler_plugin import DaskpsSchedulerPlugin
 from daskps._spec import CLOSE, OPEN, PAUSED, RENEW, Order, Rules, Ticket
 from daskps._watch import Watch
 from daskps._worker import (
+    CONSEQUENCES,
     DaskpsWorkerPlugin,
     Left,
     Result,
@@ -38,10 +39,8 @@ from daskps.exceptions import (
     DaskpsError,
     InstallationError,
     RunAbortedError,
-    StaleMessageError,
     StoppedError,
     WorkerBusyError,
-    WorkerLostError,
 )
 
 logger = logging.getLogger("daskps")
@@ -53,7 +52,7 @@ PRIORITY = 100
 _NAMES: dict[Callable, str] = {run_epoch: "epoch", end_training: "end"}
 
 # What becomes of a rank because of what happened elsewhere: the scheduler's news says what.
-_CONSEQUENCES = (RunAbortedError, StaleMessageError, WorkerLostError, KilledWorker)
+_CONSEQUENCES = (*CONSEQUENCES, KilledWorker)
 
 Progress = Callable[[dict], None]
 

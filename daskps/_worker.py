@@ -100,7 +100,7 @@ class Left(NamedTuple):
 
 
 # What a rank meets where its run has ended elsewhere.
-_CONSEQUENCES = (RunAbortedError, StaleMessageError, WorkerLostError)
+CONSEQUENCES = (RunAbortedError, StaleMessageError, WorkerLostError)
 
 # How long the scheduler's word that it has may be on its way.
 _NEWS_SECONDS = 2.0
@@ -238,7 +238,7 @@ def _or_left(task: Callable[[Order, Shard, Any], Answer]) -> Callable[[Order, Sh
     def answer(order: Order, shard: Shard, opening: Opening | None) -> Answer | Left:
         try:
             return task(order, shard, opening)
-        except _CONSEQUENCES as error:
+        except CONSEQUENCES as error:
             plugin: Any = get_worker().plugins[WORKER_PLUGIN]
             if not plugin.is_over(order.ticket):  # then nobody but this rank knows
                 raise
