@@ -63,6 +63,7 @@ class RoundServer:
         self._over = False
         self._results: Segment | None = None
         self._private = np.empty(0, "float64")
+        self._ranks: dict[int, int] = {}  # by file descriptor
         # A byte in it wakes the thread: somebody joined, or the run failed.
         self._waker, self._wake = os.pipe()
         self._poll = select.poll()
@@ -173,16 +174,20 @@ class RoundServer:
             self._wait(deadline, lambda: sorted(set(range(self.server.world_size)) - self._links.keys()))
         for _, link in by_rank(self._links):
             link.sock.settimeout(self._timeout)
-            self._poll.register(link.sock, select.POLLIN)
+        self._ranks = {link.sock.fileno(): rank for rank, link in self._links.items()}
+        self._listen()
+
+    def _listen(self) -> None:
+        for fd in self._ranks:
+            self._poll.register(fd, select.POLLIN)
 
     def _round(self) -> None:
         arrived: dict[int, float] = {}
         complete: list[Contribution] | None = None
         deadline = None  # as long as nobody waits
-        by_fd = {link.sock.fileno(): rank for rank, link in self._links.items()}
         while complete is None:
             for fd in self._wait(deadline, self.server.missing):
-                rank = by_fd[fd]
+                rank = self._ranks[fd]
                 if rank in arrived:
                     raise EOFError("a rank left in the middle of a round")
                 contribution = self._links[rank].receive()
@@ -194,8 +199,6 @@ class RoundServer:
                 self._poll.modify(fd, _END)
                 deadline = deadline or arrived[rank] + self._timeout
         self._answer(complete, arrived)
-        for fd in by_fd:
-            self._poll.modify(fd, select.POLLIN)
 
     def _wait(self, deadline: float | None, missing: Callable[[], list[int]]) -> list[int]:
         """Sockets that have something to read; or the error that the run failed with."""
@@ -220,6 +223,7 @@ class RoundServer:
         counted = [c for c in contributions if c.weight > 0]
         result, finite = self._combined(counted)
         dtype = counted[0].dtype if counted else "float64"
+        self._listen()  # before the answers: whatever comes after them takes a core from a rank
         # Who came last first: this thread runs on a core that a rank left which came early, and the
         # kernel would put it aside there for that rank before the others have their answers.
         for rank in reversed(arrived):

@@ -95,10 +95,14 @@ class Segment:
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self._map = mmap.mmap(fd, os.fstat(fd).st_size)
+        self._known: tuple[tuple[str, int, int], np.ndarray] | None = None
 
     def values(self, dtype: str, size: int, offset: int = 0) -> np.ndarray:
         """A view of the memory, from an offset in bytes on."""
-        return np.frombuffer(self._map, dtype, size, offset)
+        place = dtype, size, offset
+        if self._known is None or self._known[0] != place:  # it is the same in every step
+            self._known = place, np.frombuffer(self._map, dtype, size, offset)
+        return self._known[1]
 
     def close_fd(self) -> None:
         """Close the descriptor; the mapping goes with the last view of it."""

@@ -10,9 +10,8 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections import deque
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Protocol
@@ -52,6 +51,25 @@ class Traffic:
             self.wait_seconds - before.wait_seconds,
             self.sync_seconds - before.sync_seconds,
         )
+
+
+class _Speaking:
+    """Where a rank speaks to the scheduler: what goes wrong there is the end of its run.
+
+    Not a generator: one is entered in every round.
+    """
+
+    def __init__(self, patience: float) -> None:
+        self._patience = patience
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: Any) -> None:
+        if isinstance(error, TimeoutError):
+            raise RoundTimeoutError(f"the scheduler did not answer for {self._patience:g} s") from None
+        if isinstance(error, EOFError | OSError | CommClosedError):
+            raise RunAbortedError(f"the scheduler closed the connection: {error}") from error
 
 
 class Channel(Protocol):
@@ -122,6 +140,7 @@ class SocketChannel:
         self.n_not_finite = 0
         self._ticket = ticket
         self._capacity = capacity
+        self._speaking = _Speaking(patience)
         self._patience = patience
         self._wire_dtype = wire_dtype
         self._n_rounds = 0
@@ -179,20 +198,11 @@ class SocketChannel:
         self, values: np.ndarray, weight: float, reduction: Reduction, narrow: int
     ) -> tuple[np.ndarray, float]:
         """The result of a round, and how many seconds it waited for other ranks."""
-        with self._speaking():
+        with self._speaking:
             begun = perf_counter()
             offset = self._announce(values, weight, reduction, narrow)
             answer = self._next_answer()
             return self._result(answer, offset), self._waited(answer, begun)
-
-    @contextmanager
-    def _speaking(self) -> Iterator[None]:
-        try:
-            yield
-        except TimeoutError:
-            raise RoundTimeoutError(f"the scheduler did not answer for {self._patience:g} s") from None
-        except (EOFError, OSError, CommClosedError) as error:
-            raise RunAbortedError(f"the scheduler closed the connection: {error}") from error
 
     def _announce(self, values: np.ndarray, weight: float, reduction: Reduction, narrow: int) -> int:
         """Say what is contributed, and send it; returns its place."""
@@ -250,9 +260,7 @@ class SocketChannel:
         return answer
 
     def _answer(self) -> Answer:
-        header = self._receive(_wire.ANSWER_BYTES)
-        n_text = _wire.text_bytes(header)
-        return _wire.unpack_answer(header, self._receive(n_text) if n_text else b"")
+        return _wire.unpack_answer(self._receive(_wire.ANSWER_BYTES), self._receive)
 
     def _receive(self, n_bytes: int) -> bytes:
         data = bytearray(n_bytes)
@@ -322,13 +330,13 @@ class SharedMemoryChannel(SocketChannel):
     def push(self, values: np.ndarray, weight: float, reduction: Reduction, narrow: int = 0) -> None:
         # A header is so short that sending it does not block.
         begun = perf_counter()
-        with self._speaking():
+        with self._speaking:
             self._places.append(self._announce(values, weight, reduction, narrow))
         self.traffic.sync_seconds += perf_counter() - begun
 
     def pull(self) -> np.ndarray:
         begun = perf_counter()
-        with self._speaking():
+        with self._speaking:
             answer = self._next_answer()
             result = self._result(answer, self._places.popleft())
         self._note(perf_counter() - begun, self._waited(answer, begun))
@@ -385,9 +393,8 @@ class CommChannel(SocketChannel):
         frames = [bytes(frame) for frame in self._loop.run_until_complete(reading)["data"].frames]
         data = b"".join(frames)
         header, rest = data[: _wire.ANSWER_BYTES], data[_wire.ANSWER_BYTES :]
-        n_text = _wire.text_bytes(header)
-        self._rest = memoryview(rest)[n_text:]
-        return _wire.unpack_answer(header, rest[:n_text])
+        self._rest = memoryview(rest)
+        return _wire.unpack_answer(header, lambda n_text: rest[:n_text])
 
     def _fill(self, values: np.ndarray) -> None:
         if not len(values):

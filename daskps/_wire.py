@@ -7,6 +7,7 @@ header says before a value is read.
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from typing import NamedTuple
 
 from daskps import exceptions
@@ -107,11 +108,6 @@ def pack_refusal(error: BaseException) -> bytes:
     return _ANSWER.pack(1, 0, 0, 0, 0, 0.0, 0.0, len(text)) + text
 
 
-def text_bytes(header: bytes) -> int:
-    """How many bytes of text follow the header of an answer."""
-    return int(_ANSWER.unpack(header)[-1])
-
-
 def following_bytes(header: bytes) -> int:
     """How many bytes of text or values follow the header of an answer."""
     _, dtype, _, size, narrow, _, _, n_text = _ANSWER.unpack(header)
@@ -123,11 +119,11 @@ def sent_bytes(size: int, dtype: str, narrow: int) -> int:
     return (size - narrow) * int(dtype.removeprefix("float")) // 8 + narrow * NARROW_BYTES
 
 
-def unpack_answer(header: bytes, text: bytes) -> Answer:
-    """Read an answer; a refusal is raised as the error that it names."""
-    refused, dtype, finite, size, narrow, complete, waited, _ = _ANSWER.unpack(header)
+def unpack_answer(header: bytes, read_text: Callable[[int], bytes]) -> Answer:
+    """Read an answer; a refusal, whose text follows, is raised as the error that it names."""
+    refused, dtype, finite, size, narrow, complete, waited, n_text = _ANSWER.unpack(header)
     if refused:
-        kind, _, reason = text.decode(errors="replace").partition("\n")
+        kind, _, reason = read_text(n_text).decode(errors="replace").partition("\n")
         raise error_of(kind, reason)
     return Answer(size, DTYPES[dtype], complete, waited, narrow, bool(finite))
 

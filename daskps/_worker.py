@@ -137,7 +137,7 @@ class DaskpsWorkerPlugin(WorkerPlugin):
         self.seats: dict[tuple[str, int], Seat] = {}
         # What ended, maybe before a rank sat down.
         self.over: deque[tuple[str, int]] = deque(maxlen=1000)
-        self.lock = threading.Condition()
+        self.changed = threading.Condition()
         worker.stream_handlers[FORGET] = self.forget
         worker.batched_send({"op": HELLO, "process": process_id(), "version": daskps.__version__})
 
@@ -148,9 +148,9 @@ class DaskpsWorkerPlugin(WorkerPlugin):
     def forget(self, run_id: str, generation: int) -> None:
         """A generation of a run is over: stop its rank and drop its replica."""
         place = run_id, generation
-        with self.lock:
+        with self.changed:
             self.over.append(place)
-            self.lock.notify_all()
+            self.changed.notify_all()
             seat = self.seats.pop(place, None)
             active = seat is not None and seat.active
             if seat is not None:
@@ -160,8 +160,8 @@ class DaskpsWorkerPlugin(WorkerPlugin):
 
     def is_over(self, ticket: Ticket) -> bool:
         """Whether a rank's generation has ended, or does in a moment."""
-        with self.lock:
-            return self.lock.wait_for(lambda: _place(ticket) in self.over, _NEWS_SECONDS)
+        with self.changed:
+            return self.changed.wait_for(lambda: _place(ticket) in self.over, _NEWS_SECONDS)
 
     @contextmanager
     def seated(self, order: Order, opening: Opening | None) -> Iterator[Seat | None]:
@@ -176,7 +176,7 @@ class DaskpsWorkerPlugin(WorkerPlugin):
             self._pause(seat)
 
     def _find(self, order: Order) -> Seat | None:
-        with self.lock:
+        with self.changed:
             seat = self.seats.get(_place(order.ticket))
             if seat is None or (seat.ticket, seat.epoch) != (order.ticket, order.epoch):
                 return None
@@ -191,7 +191,7 @@ class DaskpsWorkerPlugin(WorkerPlugin):
         channel = self._arrive(order.ticket, replica, opening.rules) if old is None else old.channel
         replica.sync_ = make_sync(replica, channel, order.ticket, opening)
         seat = Seat(order.ticket, replica, replica.sync_, channel, order.epoch, opening.rules, active=True)
-        with self.lock:
+        with self.changed:
             if place not in self.over:
                 self.seats[place] = seat
                 return seat
@@ -204,7 +204,7 @@ class DaskpsWorkerPlugin(WorkerPlugin):
         return channel
 
     def _pause(self, seat: Seat) -> None:
-        with self.lock:
+        with self.changed:
             seat.active = False
             over = seat.left.is_set()
         if over:
@@ -278,7 +278,8 @@ def run_epoch(order: Order, shard: Shard, opening: Opening | None) -> Result | S
             return StateNeeded()
         _state.load_settings(seat.replica, order.settings)
         setup_seconds = perf_counter() - begun
-        return _Epoch(seat, order, held, worker).run(setup_seconds)
+        with _environment.without_preempting():
+            return _Epoch(seat, order, held, worker).run(setup_seconds)
 
 
 def _say_begun(worker: Worker, order: Order) -> None:
@@ -500,7 +501,7 @@ def _without(row: dict, keys: tuple[str, ...]) -> dict:
 
 
 class _Reporter:
-    """Tells the client several times a second which steps are done."""
+    """Tells the client now and then which steps are done."""
 
     def __init__(
         self,

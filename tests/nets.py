@@ -57,7 +57,7 @@ class Normed(nn.Module):
 
 
 class Logged(CNN3):
-    """Writes a line for every training batch: the process, torch's threads and the first pixels.
+    """Writes a line for every training batch: process, threads, scheduling policy and first pixels.
 
     The first pixel of a row can hold its number, so that a test knows which rows came by.
     """
@@ -69,7 +69,9 @@ class Logged(CNN3):
     def forward(self, X):
         if self.training:
             rows = X.flatten(1)[:, 0].tolist()
-            write(self.path, pid=os.getpid(), threads=torch.get_num_threads(), rows=rows)
+            policy = os.sched_getscheduler(0) if hasattr(os, "sched_getscheduler") else None
+            threads = torch.get_num_threads()
+            write(self.path, pid=os.getpid(), threads=threads, policy=policy, rows=rows)
         return super().forward(X)
 
 

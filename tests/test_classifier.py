@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import warnings
 
 import numpy as np
@@ -365,6 +366,17 @@ def test_threads(client, tmp_path):
     used += {line["threads"] for line in read(log)}
     assert used == [1, 2, 1]
     assert torch.get_num_threads() == before
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="only Linux has SCHED_BATCH")
+def test_ranks_put_nobody_aside(client, tmp_path):
+    X, y = xy(64, 3)
+    log = str(tmp_path / "log")
+    net = make_net(Logged, module__n=3, module__path=log, max_epochs=1, train_split=None)
+    fit_daskps(client, net, X, y, n_workers=2)
+    assert {line["policy"] for line in read(log)} == {os.SCHED_BATCH}
+    policies = client.gather([client.submit(os.sched_getscheduler, 0, pure=False) for _ in range(8)])
+    assert set(policies) == {os.SCHED_OTHER}
 
 
 def test_bytes(client, monkeypatch):

@@ -16,7 +16,7 @@ KEYS = ["timeouts.workers", "timeouts.connect", "timeouts.round", "timeouts.clos
 
 def test_defaults():
     assert config.get("min-rows-per-rank") == 16
-    assert config.seconds("report-interval") == 0.25
+    assert config.seconds("report-interval") == 0.5
     assert config.seconds("timeouts.workers") == 30
     assert config.seconds("timeouts.round") == 3600
 
@@ -81,7 +81,7 @@ def test_unknown_key_is_an_error():
 class TestRules:
     def test_are_the_settings_of_a_run(self):
         assert config.rules() == Rules(
-            30.0, 30.0, 600.0, 3600.0, 30.0, 30.0, 0.25, "auto", 2**22, None, "warn"
+            30.0, 30.0, 600.0, 3600.0, 30.0, 30.0, 0.5, "auto", 2**22, None, "warn"
         )
 
     @pytest.mark.parametrize(("key", "field"), [

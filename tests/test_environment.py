@@ -10,6 +10,7 @@ import statistics
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
@@ -18,7 +19,7 @@ from distributed import Client, LocalCluster
 from torch import nn
 
 from daskps import _environment
-from daskps._environment import restore_malloc, torch_threads, tune_malloc
+from daskps._environment import restore_malloc, torch_threads, tune_malloc, without_preempting
 
 MMAP_MAX, TOP_PAD, TRIM = -4, -2, -1
 TUNED = [(MMAP_MAX, 0), (TOP_PAD, 64 * 2**20), (TRIM, 256 * 2**20)]
@@ -243,6 +244,56 @@ def test_torch_threads_of_another_thread_stay():
         changed.set()
         thread.join(30)
     assert seen == [before, before]
+
+
+needs_batch = pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="only Linux has SCHED_BATCH")
+
+
+def policy_of_thread():
+    return os.sched_getscheduler(0)
+
+
+@needs_batch
+class TestWithoutPreempting:
+    def test_the_policy_holds_for_the_block(self):
+        with without_preempting():
+            assert policy_of_thread() == os.SCHED_BATCH
+        assert policy_of_thread() == os.SCHED_OTHER
+
+    def test_it_is_put_back_after_an_exception(self):
+        with pytest.raises(ZeroDivisionError), without_preempting():
+            1 / 0  # noqa: B018
+        assert policy_of_thread() == os.SCHED_OTHER
+
+    def test_other_threads_stay(self):
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(policy_of_thread).result()  # a new thread would have that of its creator
+            with without_preempting():
+                assert pool.submit(policy_of_thread).result() == os.SCHED_OTHER
+
+    @pytest.mark.parametrize("policy", ["SCHED_IDLE", "SCHED_BATCH"])
+    def test_what_somebody_has_chosen_stays(self, policy):
+        def chosen():
+            os.sched_setscheduler(0, getattr(os, policy), os.sched_param(0))
+            with without_preempting():
+                inside = policy_of_thread()
+            return inside, policy_of_thread()
+
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(chosen).result() == (getattr(os, policy),) * 2
+
+    def test_where_it_is_forbidden_all_goes_on(self, monkeypatch):
+        def forbid(*args):
+            raise PermissionError("seccomp")
+
+        monkeypatch.setattr(os, "sched_setscheduler", forbid)
+        with without_preempting():
+            assert policy_of_thread() == os.SCHED_OTHER
+
+    def test_where_there_is_none_all_goes_on(self, monkeypatch):
+        monkeypatch.delattr(os, "SCHED_BATCH")
+        with without_preempting():
+            assert policy_of_thread() == os.SCHED_OTHER
 
 
 def test_importing_it_does_not_import_torch():

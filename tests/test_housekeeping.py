@@ -1,4 +1,4 @@
-"""Dask's statistics of itself, held back while somebody trains."""
+"""What Dask does for itself, held back while somebody trains."""
 
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -24,9 +24,10 @@ class Callback:
 
 
 class Server:
-    def __init__(self, names, status=Status.running):
+    def __init__(self, names, status=Status.running, memory_monitor_interval=0.1):
         self.periodic_callbacks = {name: Callback() for name in names}
         self.status = status
+        self.memory_manager = SimpleNamespace(memory_monitor_interval=memory_monitor_interval)
 
     def start_periodic_callbacks(self):
         for callback in self.periodic_callbacks.values():
@@ -43,6 +44,16 @@ def test_only_statistics_are_held_back(names):
     assert server.running() == names - STATISTICS
     _housekeeping.go_on(server)
     assert server.running() == names
+
+
+@pytest.mark.parametrize(("usual", "meanwhile"), [(0.1, 500), (0.5, 500), (2.0, 2000)])
+def test_memory_is_watched_less_often_but_never_more(usual, meanwhile):
+    server = Server({"memory_monitor", "heartbeat"}, memory_monitor_interval=usual)
+    watch = server.periodic_callbacks["memory_monitor"]
+    _housekeeping.hold_back(server)
+    assert (watch.runs, watch.callback_time) == (True, meanwhile)
+    _housekeeping.go_on(server)
+    assert (watch.runs, watch.callback_time) == (True, 1000 * usual)
 
 
 @pytest.mark.parametrize("status", [Status.closing, Status.closed, Status.closing_gracefully])
@@ -62,7 +73,8 @@ def test_nannies_of_another_event_loop_are_left_alone(monkeypatch):
 
 def statistics_of_worker(dask_worker):
     running = {name: pc.is_running() for name, pc in dask_worker.periodic_callbacks.items()}
-    return running["tick"], running["profile"], running["heartbeat"]
+    seconds = dask_worker.periodic_callbacks["memory_monitor"].callback_time / 1000
+    return running["tick"], running["profile"], running["heartbeat"], seconds
 
 
 def statistics_of_scheduler(dask_scheduler):
@@ -84,7 +96,8 @@ def test_a_fit_holds_them_back_for_its_length(client, cluster, tmp_path):
         scheduler = client.run_on_scheduler(statistics_of_scheduler)
         (tmp_path / "go").touch()
         fit.result(60)
-    assert sorted(busy.values()) == [(False, False, True)] * 2 + [(True, True, True)] * 2
+    held, usual = (False, False, True, 0.5), (True, True, True, 0.1)
+    assert sorted(busy.values()) == [held] * 2 + [usual] * 2
     assert scheduler == [False] * (1 + len(cluster.workers))
-    wait_until(lambda: set(client.run(statistics_of_worker).values()) == {(True, True, True)})
+    wait_until(lambda: set(client.run(statistics_of_worker).values()) == {usual})
     wait_until(lambda: all(client.run_on_scheduler(statistics_of_scheduler)))

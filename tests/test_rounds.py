@@ -79,7 +79,7 @@ def say(sock, rank, values, round_=0, weight=1.0, reduction="mean"):
 def hear(sock):
     """The values of an answer; a refusal is raised, and an EOFError if there is no answer."""
     head = receive(sock, _wire.ANSWER_BYTES)
-    answer = _wire.unpack_answer(head, receive(sock, _wire.text_bytes(head)))
+    answer = _wire.unpack_answer(head, lambda n_text: receive(sock, n_text))
     return np.frombuffer(receive(sock, _wire.following_bytes(head)), answer.dtype)
 
 
