@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import subprocess
 import sys
 
-from benchmarks.contenders import in_fresh_interpreter
+from benchmarks.contenders import Contender
+from benchmarks.turns import table, take_turns
 
 from daskps import _machine
 
 BFLOAT16 = {"DASK_DASKPS__WIRE_DTYPE": "bfloat16"}
 ON_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}
 
-CONTENDERS: dict[str, tuple[str, list, dict[str, str]]] = {
+CONTENDERS: dict[str, Contender] = {
     "skorch, 1 thread": ("skorch", [1], {}),
     "DDP, gloo": ("pair", ["ddp"], ON_LOOPBACK),
     "daskps batch": ("daskps", ["batch", "comm"], {}),
@@ -44,16 +44,6 @@ def enter_slow_network(rate: str) -> None:
     os.execvp("unshare", [*command, sys.executable, *sys.argv, _INSIDE])
 
 
-def turns(batch_size: int, n_rows: int, repeats: int) -> dict[str, list[float]]:
-    """Let every contender run once in every turn."""
-    figures: dict[str, list[float]] = {name: [] for name in CONTENDERS}
-    for _ in range(repeats):
-        for name, (function, arguments, environment) in CONTENDERS.items():
-            value = in_fresh_interpreter(function, [batch_size, n_rows, *arguments], environment)
-            figures[name].append(value)
-    return figures
-
-
 def main() -> None:
     """Print a table for each batch size."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -69,10 +59,9 @@ def main() -> None:
     wire = subprocess.run(["tc", "qdisc", "show", "dev", "lo"], capture_output=True, text=True, check=True)
     print(wire.stdout.strip())
     for batch_size in options.batches:
+        outcomes = take_turns(CONTENDERS, batch_size, options.rows, options.repeats)
         print(f"\nglobal batch of {batch_size} rows, {options.rows} rows an epoch")
-        print(f"{'':<28}{'images/s':>9}{'min':>7}{'max':>7}", flush=True)
-        for name, values in turns(batch_size, options.rows, options.repeats).items():
-            print(f"{name:<28}{statistics.median(values):>9.0f}{min(values):>7.0f}{max(values):>7.0f}")
+        print(table(outcomes, {"/skorch": ("skorch, 1 thread",)}), flush=True)
 
 
 if __name__ == "__main__":

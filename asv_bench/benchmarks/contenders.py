@@ -6,6 +6,7 @@ What a contender needs it imports itself: whoever starts them needs no torch.
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import os
 import queue
@@ -17,11 +18,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 TUNED = {"MALLOC_TRIM_THRESHOLD_": "268435456", "MALLOC_MMAP_THRESHOLD_": "268435456"}
 
 _LONGEST_SECONDS = 600
+
+# One of the functions below, its arguments, and variables that its interpreter starts with.
+Contender = tuple[str, list, dict[str, str]]
 
 # Name, the function below, its arguments, and whether it also runs with the tuned allocator.
 CONTENDERS: list[tuple[str, str, list, bool]] = [
@@ -47,7 +51,7 @@ CONTENDERS: list[tuple[str, str, list, bool]] = [
 ]
 
 
-def _lineup() -> Iterator[tuple[str, tuple[str, list, dict[str, str]]]]:
+def _lineup() -> Iterator[tuple[str, Contender]]:
     for name, function, arguments, both in CONTENDERS:
         yield name, (function, arguments, {})
         if both:
@@ -57,24 +61,33 @@ def _lineup() -> Iterator[tuple[str, tuple[str, list, dict[str, str]]]]:
 LINEUP = dict(_lineup())
 
 
-def images_per_second(name: str, batch_size: int, n_rows: int) -> float:
-    """Let one contender run, in a fresh interpreter that starts with its variables."""
-    function, arguments, environment = LINEUP[name]
-    return in_fresh_interpreter(function, [batch_size, n_rows, *arguments], environment)
+class Trained(NamedTuple):
+    """What a contender has reached: its second epoch's speed, and how well it predicts after it."""
+
+    images_per_second: float
+    train_accuracy: float = math.nan
+    test_accuracy: float = math.nan
 
 
-def in_fresh_interpreter(function: str, arguments: list, environment: dict[str, str]) -> float:
-    """What one of the functions below returns there.
+def train(name: str, batch_size: int, n_rows: int, scored: bool = False) -> Trained:
+    """Let one of the line-up run, in a fresh interpreter that starts with its variables."""
+    return in_fresh_interpreter(LINEUP[name], batch_size, n_rows, scored)
+
+
+def in_fresh_interpreter(contender: Contender, batch_size: int, n_rows: int, scored: bool) -> Trained:
+    """Let a contender run there; predictions are scored after the time that counts.
 
     Raises
     ------
     RuntimeError
         If it failed, with what it said.
     """
+    function, arguments, environment = contender
     bare = {key: value for key, value in os.environ.items() if key not in TUNED}
     bare |= {"OMP_WAIT_POLICY": "passive"} | environment
+    asked = json.dumps([function, scored, batch_size, n_rows, *arguments])
     process = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.contenders", json.dumps([function, *arguments])],
+        [sys.executable, "-m", "benchmarks.contenders", asked],
         cwd=Path(__file__).parents[1],
         env=bare,
         stdout=subprocess.PIPE,
@@ -88,7 +101,7 @@ def in_fresh_interpreter(function: str, arguments: list, environment: dict[str, 
         _end_session(process)
     if process.returncode:
         raise RuntimeError(f"{function}{arguments} failed:\n{errors}")
-    return float(out.split()[-1])
+    return Trained(*json.loads(out.splitlines()[-1]))
 
 
 def _end_session(process: subprocess.Popen) -> None:
@@ -100,17 +113,22 @@ def _end_session(process: subprocess.Popen) -> None:
 
 def rows(n_rows: int) -> tuple[Any, Any]:
     """Training rows of Fashion-MNIST, or random ones where it is not installed."""
+    X, _, y, _ = _images(n_rows)
+    return X[:n_rows], y[:n_rows]
+
+
+def _images(n_rows: int) -> tuple[Any, Any, Any, Any]:
     import numpy as np
 
     from daskps import datasets
 
     try:
-        X, _, y, _ = datasets.load_fashion_mnist()
+        return datasets.load_fashion_mnist()
     except FileNotFoundError:
         generator = np.random.default_rng(0)
         X = generator.random((n_rows, 1, 28, 28), dtype="float32")
         y = generator.integers(0, 10, n_rows)
-    return X[:n_rows], y[:n_rows]
+        return X, X, y, y
 
 
 def net(batch_size: int) -> Any:
@@ -120,25 +138,27 @@ def net(batch_size: int) -> Any:
     return new_net(batch_size, max_epochs=2, lr=0.01)
 
 
-def skorch(batch_size: int, n_rows: int, threads: int) -> float:
-    """Images per second of plain skorch; the first epoch warms up."""
+def skorch(batch_size: int, n_rows: int, threads: int) -> tuple[float, Any]:
+    """Images per second of plain skorch, and what it has trained."""
     import torch
 
     torch.set_num_threads(threads)
     fitted = net(batch_size).fit(*rows(n_rows))
-    return n_rows / fitted.history[-1, "dur"]
+    return n_rows / fitted.history[-1, "dur"], fitted
 
 
-def loop(batch_size: int, n_rows: int, threads: int) -> float:
-    """Images per second of a loop of plain torch."""
+def loop(batch_size: int, n_rows: int, threads: int) -> tuple[float, Any]:
+    """Images per second of a loop of plain torch, and what it has trained."""
     import torch
 
     torch.set_num_threads(threads)
-    return n_rows / train_plainly(rows(n_rows), batch_size, lambda module: module, lambda: None)
+    trained = net(batch_size).initialize()
+    seconds = train_plainly(trained, rows(n_rows), lambda module: module, lambda: None)
+    return n_rows / seconds, trained
 
 
-def pair(batch_size: int, n_rows: int, how: str) -> float:
-    """Images per second of two processes, each on half of every batch."""
+def pair(batch_size: int, n_rows: int, how: str) -> tuple[float, Any]:
+    """Images per second of two processes, each on half of every batch, and what the first has trained."""
     context = multiprocessing.get_context("spawn")
     barrier, results = context.Barrier(2), context.Queue()
     with tempfile.TemporaryDirectory() as folder:
@@ -150,9 +170,11 @@ def pair(batch_size: int, n_rows: int, how: str) -> float:
         for process in processes:
             process.start()
         seconds = max(_result(results, processes) for _ in processes)
-        for process in processes:
-            process.join()
-    return n_rows / seconds
+        trained = net(batch_size).initialize()
+        trained.load_params(f_params=f"{folder}/trained.pt")
+    for process in processes:
+        process.join()
+    return n_rows / seconds, trained
 
 
 def _result(results: Any, processes: list) -> float:
@@ -182,35 +204,40 @@ def one_of_two(rank: int, how: str, batch_size: int, n_rows: int, barrier, resul
         return torch.nn.parallel.DistributedDataParallel(module)
 
     meet: Callable = barrier.wait if how == "barrier" else lambda: None
-    results.put(train_plainly(mine, batch_size, wrap, meet, barrier.wait))
+    trained = net(batch_size).initialize()
+    seconds = train_plainly(trained, mine, wrap, meet, barrier.wait)
+    if rank == 0:
+        trained.save_params(f_params=f"{folder}/trained.pt")
+    barrier.wait()
+    results.put(seconds)
 
 
 def train_plainly(
+    trained: Any,
     data: tuple[Any, Any],
-    batch_size: int,
     wrap: Callable,
     meet: Callable,
     start: Callable = lambda: None,
 ) -> float:
-    """Seconds of an epoch in a loop of plain torch, after warming up."""
+    """Seconds of the second epoch of a loop of plain torch, which trains a net's module."""
     import torch
 
     X, y = torch.from_numpy(data[0]), torch.from_numpy(data[1])
-    module = wrap(net(batch_size).initialize().module_.train())
+    module = wrap(trained.module_.train())
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9)
     loss = torch.nn.CrossEntropyLoss()
 
-    def epoch(order: Any) -> None:
-        for index in order.split(batch_size):
+    def epoch() -> None:
+        for index in torch.randperm(len(X)).split(trained.batch_size):
             optimizer.zero_grad()
             loss(module(X[index]), y[index]).backward()
             meet()
             optimizer.step()
 
-    epoch(torch.randperm(len(X))[: 20 * batch_size])
+    epoch()
     start()
     begun = perf_counter()
-    epoch(torch.randperm(len(X)))
+    epoch()
     return perf_counter() - begun
 
 
@@ -231,8 +258,10 @@ CLUSTERS: dict[str, Callable] = {
 }
 
 
-def daskps(batch_size: int, n_rows: int, sync_every: Any, transport: str, on: str = "2x1") -> float:
-    """Images per second on Dask workers, as many as there are; the first epoch warms up."""
+def daskps(
+    batch_size: int, n_rows: int, sync_every: Any, transport: str, on: str = "2x1"
+) -> tuple[float, Any]:
+    """Images per second on Dask workers, as many as there are, and what they have trained."""
     import dask
 
     from daskps import DistributedCNNClassifier
@@ -245,9 +274,18 @@ def daskps(batch_size: int, n_rows: int, sync_every: Any, transport: str, on: st
     ran = clf.report_.ranks[0].transport
     if ran != transport:
         raise RuntimeError(f"asked for {transport}, ran {ran}")
-    return n_rows / clf.history_[-1, "dur"]
+    return n_rows / clf.history_[-1, "dur"], clf.net_
+
+
+def accuracies(trained: Any, n_rows: int) -> tuple[float, float]:
+    """The share of rows whose class a net predicts, of those that it has seen and of the test rows."""
+    X, X_test, y, y_test = _images(n_rows)
+    scored = [(X[:n_rows], y[:n_rows]), (X_test, y_test)]
+    train_accuracy, test_accuracy = (float((trained.predict(X) == y).mean()) for X, y in scored)
+    return train_accuracy, test_accuracy
 
 
 if __name__ == "__main__":
-    called, *given = json.loads(sys.argv[1])
-    print(globals()[called](*given))
+    called, to_be_scored, *given = json.loads(sys.argv[1])
+    speed, net_trained = globals()[called](*given)
+    print(json.dumps(Trained(speed, *(accuracies(net_trained, given[1]) if to_be_scored else ()))))
