@@ -18,6 +18,7 @@ from distributed import Client, Future, KilledWorker
 import daskps
 from daskps import config
 from daskps._crowding import Place, crowding
+from daskps._direct import gather
 from daskps._events import events_of
 from daskps._late import Late
 from daskps._paused import Paused
@@ -260,7 +261,7 @@ class Run:
             rank = waiting.pop(event.get("done", ""), None)
             if rank is not None and futures[rank].status != "finished":
                 self._raise_cause(futures, rank)
-        results = self.watch.sync(self.client.gather, futures, asynchronous=True)
+        results = self.watch.sync(gather, self.client, futures, self.addresses)
         if any(isinstance(result, StateNeeded) for result in results):
             raise DaskpsError(f"a rank of run {self.run_id} lost its replica between two epochs")
         left = [result for result in results if isinstance(result, Left)]

@@ -11,7 +11,7 @@ from typing import Any
 
 from distributed import Client, Future
 
-from daskps._direct import reached
+from daskps._direct import direct_ones
 
 
 def scatter(client: Client, name: str, values: Sequence[Any], addresses: Sequence[str]) -> list[Future]:
@@ -19,7 +19,7 @@ def scatter(client: Client, name: str, values: Sequence[Any], addresses: Sequenc
 
     async def send_all() -> list[Future]:
         keys = [f"daskps-{name}-{uuid.uuid4().hex}" for _ in values]
-        direct = await _direct_ones(client, addresses)
+        direct = await direct_ones(client, addresses)
         # One after the other would take as long as all together.
         sending = {
             key: asyncio.ensure_future(_send(client, key, value, address, address in direct))
@@ -38,11 +38,6 @@ def scatter(client: Client, name: str, values: Sequence[Any], addresses: Sequenc
         return [futures[key] for key, futures in zip(keys, arrived, strict=True)]
 
     return client.sync(send_all)
-
-
-async def _direct_ones(client: Client, addresses: Sequence[str]) -> set[str]:
-    """To whom the client sends without the scheduler, beside those to whom it does so anyway."""
-    return await reached(client, addresses) if client.direct_to_workers is None else set()
 
 
 async def _send(client: Client, key: str, value: Any, address: str, direct: bool) -> dict[str, Future]:

@@ -3,10 +3,12 @@ from types import SimpleNamespace
 
 import pytest
 from distributed import Client
-from probes import workers_of
+from nets import CNN3
+from probes import wait_until, workers_of
+from reference import fit_daskps, make_net, xy
 
 from daskps import _direct
-from daskps._direct import reached
+from daskps._direct import gather, reached
 from daskps._scatter import scatter
 
 
@@ -82,3 +84,43 @@ def test_data_for_workers_out_of_reach_goes_through_the_scheduler(client, monkey
         futures = scatter(user, "value", [b"x", b"y"], addresses)
         assert n_through_scheduler(user) == 2
         assert user.gather(futures) == [b"x", b"y"]
+
+
+def n_gathered(client):
+    """How often the scheduler has brought results to a client."""
+    events = [event for _, event in client.get_events("all")]
+    return sum(event.get("action") == "gather" for event in events)
+
+
+@pytest.mark.parametrize(("direct_to_workers", "n"), [(None, 0), (True, 0), (False, 1)])
+def test_results_come_from_the_workers_themselves(client, direct_to_workers, n):
+    address = client.scheduler.address
+    with Client(address, set_as_default=False, direct_to_workers=direct_to_workers) as user:
+        addresses = list(workers_of(user))[:2]
+        futures = [user.submit(bytes, 3, workers=[address], pure=False) for address in addresses]
+        wait_until(lambda: all(future.done() for future in futures))
+        before = n_gathered(user)
+        assert user.sync(gather, user, futures, addresses) == [bytes(3), bytes(3)]
+        assert n_gathered(user) - before == n
+
+
+def test_if_one_worker_is_out_of_reach_all_results_come_through_the_scheduler(client, monkeypatch):
+    first, second = list(workers_of(client))[:2]
+
+    async def is_reached(_, address):
+        return address == first
+
+    monkeypatch.setattr(_direct, "_is_reached", is_reached)
+    with Client(client.scheduler.address, set_as_default=False) as user:
+        futures = [user.submit(bytes, 3, workers=[address], pure=False) for address in (first, second)]
+        wait_until(lambda: all(future.done() for future in futures))
+        before = n_gathered(user)
+        assert user.sync(gather, user, futures, [first, second]) == [bytes(3), bytes(3)]
+        assert n_gathered(user) - before == 1
+
+
+def test_in_a_fit_the_scheduler_sees_no_results(client):
+    before = n_gathered(client)
+    net = make_net(CNN3, max_epochs=2, module__n=3, train_split=None)
+    fit_daskps(client, net, *xy(60, 3), n_workers=2)
+    assert n_gathered(client) == before
