@@ -19,7 +19,7 @@ import os
 import platform
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import NamedTuple
 
 __all__ = ["release_freed", "restore_malloc", "torch_threads", "tune_malloc", "without_preempting"]
@@ -95,20 +95,25 @@ def without_preempting() -> Iterator[None]:
     """Let this thread wait for its core where Linux would hand it over at once, for the length of a block.
 
     The scheduler's process answers all ranks, one after the other. A rank that it woke on its own core
-    would put it aside before the next one has its answer, for as long as 4 ms.
+    would put it aside before the next one has its answer, until the kernel looks again.
     """
-    batch = getattr(os, "SCHED_BATCH", None)
-    if batch is None or os.sched_getscheduler(0) != os.SCHED_OTHER:
-        yield
-        return
-    before = os.sched_getparam(0)
-    with suppress(OSError):  # forbidden
-        os.sched_setscheduler(0, batch, before)
+    changed = _change_policy("SCHED_OTHER", "SCHED_BATCH")
     try:
         yield
     finally:
-        with suppress(OSError):
-            os.sched_setscheduler(0, os.SCHED_OTHER, before)
+        if changed:
+            _change_policy("SCHED_BATCH", "SCHED_OTHER")
+
+
+def _change_policy(before: str, after: str) -> bool:
+    """Whether this thread had the one scheduling policy and has the other now."""
+    try:
+        if os.sched_getscheduler(0) != getattr(os, before):
+            return False
+        os.sched_setscheduler(0, getattr(os, after), os.sched_param(0))
+    except (AttributeError, OSError):  # there are no policies, or it is forbidden
+        return False
+    return True
 
 
 def _trims_eagerly() -> bool:

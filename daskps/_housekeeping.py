@@ -3,7 +3,8 @@
 Every wake of an event loop takes the interpreter's lock, and often a core, from a rank in the middle of
 its step. Two callbacks do so 50 and 100 times a second and only feed the dashboard: the measurement of
 the loop's delay and the profile of the tasks. They stop. The watch over memory, ten times a second in
-every worker and in its nanny, took 2 % of a step; it goes on less often. Heartbeats go on as they are.
+every worker and in its nanny, costs as much as all the rest; it goes on less often. Heartbeats go on as
+they are.
 """
 
 from __future__ import annotations

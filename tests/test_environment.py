@@ -282,18 +282,24 @@ class TestWithoutPreempting:
         with ThreadPoolExecutor(1) as pool:
             assert pool.submit(chosen).result() == (getattr(os, policy),) * 2
 
-    def test_where_it_is_forbidden_all_goes_on(self, monkeypatch):
+    @pytest.mark.parametrize("function", ["sched_getscheduler", "sched_setscheduler"])
+    def test_where_it_is_forbidden_all_goes_on(self, monkeypatch, function):
         def forbid(*args):
             raise PermissionError("seccomp")
 
-        monkeypatch.setattr(os, "sched_setscheduler", forbid)
-        with without_preempting():
-            assert policy_of_thread() == os.SCHED_OTHER
+        with monkeypatch.context() as patch:
+            patch.setattr(os, function, forbid)
+            with without_preempting():
+                patch.undo()
+                assert policy_of_thread() == os.SCHED_OTHER
 
-    def test_where_there_is_none_all_goes_on(self, monkeypatch):
-        monkeypatch.delattr(os, "SCHED_BATCH")
-        with without_preempting():
-            assert policy_of_thread() == os.SCHED_OTHER
+    @pytest.mark.parametrize("name", ["SCHED_BATCH", "sched_getscheduler"])
+    def test_where_there_is_none_all_goes_on(self, monkeypatch, name):
+        with monkeypatch.context() as patch:
+            patch.delattr(os, name)
+            with without_preempting():
+                patch.undo()
+                assert policy_of_thread() == os.SCHED_OTHER
 
 
 def test_importing_it_does_not_import_torch():
