@@ -20,6 +20,13 @@ N_WORKERS = 4
 dask.config.set({"distributed.deploy.lost-worker-timeout": "10m"})
 
 
+# Under another one, as nice and its like set it, a rank's thread keeps what it has.
+needs_usual_policy = pytest.mark.skipif(
+    not hasattr(os, "SCHED_BATCH") or os.sched_getscheduler(0) != os.SCHED_OTHER,
+    reason="not Linux, or tests run under another scheduling policy than the usual one",
+)
+
+
 def local_cluster(**options):
     """A cluster without a dashboard: nobody looks, and its port may be taken."""
     quiet = {"dashboard_address": None, "scheduler_kwargs": {"dashboard_address": ":0"}}

@@ -9,7 +9,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from conftest import local_cluster
+from conftest import local_cluster, needs_usual_policy
 from distributed import Client
 from nets import CNN3, Bulky, Flat, Heads, Logged, OwnCriterion, Softmax, Strange, read
 from reference import (
@@ -368,7 +368,7 @@ def test_threads(client, tmp_path):
     assert torch.get_num_threads() == before
 
 
-@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="only Linux has SCHED_BATCH")
+@needs_usual_policy
 def test_ranks_put_nobody_aside(client, tmp_path):
     X, y = xy(64, 3)
     log = str(tmp_path / "log")

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from conftest import needs_usual_policy
 from distributed import Client, LocalCluster
 from torch import nn
 
@@ -246,14 +247,11 @@ def test_torch_threads_of_another_thread_stay():
     assert seen == [before, before]
 
 
-needs_batch = pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="only Linux has SCHED_BATCH")
-
-
 def policy_of_thread():
     return os.sched_getscheduler(0)
 
 
-@needs_batch
+@needs_usual_policy
 class TestWithoutPreempting:
     def test_the_policy_holds_for_the_block(self):
         with without_preempting():
