@@ -309,6 +309,15 @@ def test_interrupt_while_the_ranks_train(client, tmp_path):
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def heeds_ctrl_c():
+    """A shell without job control lets what it starts in the background ignore the signal."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heeds_ctrl_c")
 def test_ctrl_c(client, tmp_path):
     """The signal itself, while the client waits for its ranks."""
     X, y = xy(120, 3)
