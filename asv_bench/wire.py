@@ -44,7 +44,7 @@ def n_rounds(world_size: int, size: int) -> int:
 
 def exchange(ticket: Any, rules: Any, size: int, count: int, pause: float = 0.0) -> list[float]:
     """A rank's task: so many rounds; returns the seconds of each."""
-    from daskps._transport import open_channel
+    from daskps._connecting import open_channel
 
     n_bytes = 4 * size
     channel = open_channel(get_worker(), ticket, n_bytes, rules)

@@ -16,10 +16,10 @@ import torch
 from skorch import NeuralNet
 
 from daskps import _state
+from daskps._answers import RECORDED, Records, Result
 from daskps._partitions import Cut, step_rows
 from daskps._sources import Source
 from daskps._spec import Order
-from daskps._worker import RECORDED, Records, Result
 from daskps.exceptions import DaskpsError
 
 

@@ -17,28 +17,20 @@ from distributed import Client, Future, KilledWorker
 
 import daskps
 from daskps import config
+from daskps._answers import CONSEQUENCES, Left, Result, StateNeeded
 from daskps._crowding import Place, crowding
 from daskps._direct import gather
 from daskps._events import events_of
 from daskps._late import Late
 from daskps._paused import Paused
+from daskps._plugins import register
 from daskps._replica import Opening
 from daskps._scatter import scatter
-from daskps._scheduler_plugin import DaskpsSchedulerPlugin
 from daskps._spec import CLOSE, OPEN, PAUSED, RENEW, Order, Rules, Ticket
+from daskps._tasks import end_training, run_epoch
 from daskps._watch import Watch
-from daskps._worker import (
-    CONSEQUENCES,
-    DaskpsWorkerPlugin,
-    Left,
-    Result,
-    StateNeeded,
-    end_training,
-    run_epoch,
-)
 from daskps.exceptions import (
     DaskpsError,
-    InstallationError,
     RunAbortedError,
     StoppedError,
     WorkerBusyError,
@@ -406,38 +398,6 @@ def open_run(client: Client, n_workers: int | None, most: int, at_most: float = 
                 let_go = run.let_go
     finally:
         _close(client, run_id, let_go)
-
-
-def register(client: Client) -> None:
-    """Bring both plugins to the cluster, unless they are there."""
-    _register(client, DaskpsSchedulerPlugin(), "scheduler")
-    try:
-        _register(client, DaskpsWorkerPlugin(), "workers", config.seconds("timeouts.connect"))
-    except OSError:
-        # A worker is gone, or does not answer, for which Dask would wait for minutes. Those that have
-        # loaded daskps say so themselves.
-        logger.debug("could not bring daskps to all workers", exc_info=True)
-
-
-def _register(client: Client, plugin: Any, side: str, seconds: float | None = None) -> None:
-    async def register() -> None:
-        await client.register_plugin(plugin)
-
-    try:
-        client.sync(register, callback_timeout=seconds)
-    except Exception as error:
-        if not _is_about_loading(error):
-            raise
-        raise InstallationError(
-            f"The {side} cannot load daskps ({error}): install daskps {daskps.__version__} in"
-            " that environment and restart it."
-        ) from error
-
-
-def _is_about_loading(error: Exception) -> bool:
-    """Whether a plugin could not be unpickled; Dask sends what it cannot pickle as text."""
-    kinds = (ImportError, AttributeError)
-    return isinstance(error, kinds) or any(kind in str(error) for kind in ("ModuleNotFound", "ImportError"))
 
 
 def _close(client: Client, run_id: str, let_go: list[str]) -> None:

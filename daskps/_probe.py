@@ -8,9 +8,9 @@ from time import perf_counter
 
 from distributed import get_worker
 
+from daskps._connecting import open_channel
 from daskps._findings import Trip
 from daskps._spec import Rules, Ticket
-from daskps._transport import open_channel
 
 _N_VALUES = 1000
 _N_ROUNDS = 20

@@ -13,6 +13,7 @@ import numpy as np
 from skorch import NeuralNet
 
 from daskps import _hooks, _loading, _random, _replica, _state
+from daskps._answers import Result
 from daskps._callbacks import (
     EpochReplay,
     EpochStart,
@@ -25,7 +26,6 @@ from daskps._partitions import Cut
 from daskps._replica import Opening
 from daskps._sources import Source
 from daskps._spec import Order
-from daskps._worker import Result
 from daskps.exceptions import ClusterTooSmallError, DaskpsError, RunAbortedError, WorkerLostError
 from daskps.report import FitEvent, FitReport, RankEpoch
 

@@ -38,7 +38,7 @@ def fork_server():
     """Workers are forked from a process that has imported torch, which costs more than most tests do."""
     with dask.config.set({"distributed.worker.multiprocessing-method": "forkserver"}):
         # Dask sets a list of its own at the first call, without torch.
-        get_mp_context().set_forkserver_preload(["distributed", "torch", "skorch", "daskps._worker"])
+        get_mp_context().set_forkserver_preload(["distributed", "torch", "skorch", "daskps._tasks"])
         yield
 
 

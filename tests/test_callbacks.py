@@ -9,10 +9,10 @@ from skorch.callbacks import Callback, LRScheduler
 from torch import nn
 
 from daskps import _state
+from daskps._answers import Records
 from daskps._callbacks import EpochReplay, Snapshot, forget_epoch, step_without_gradients
 from daskps._partitions import Batching, Cut, deal_validation, local_steps, plan_batches, plan_local
 from daskps._spec import Order, Ticket
-from daskps._worker import Records
 from daskps.exceptions import DaskpsError
 
 N_ROWS, N_VALID = 20, 6

@@ -21,16 +21,18 @@ LAYERS = [
      "_weights", "_wire", "config", "datasets", "modules", "speedup"],
     ["_blocks", "_casting", "_cluster", "_drawing", "_events", "_findings", "_freezing", "_inputs",
      "_links", "_loading", "_losses", "_messages", "_paused", "_scatter", "_watch", "_workload"],
-    ["_facts", "report"],
+    ["_facts", "_news", "report"],
     ["_master", "_prediction", "_rounds", "_sources", "_transport"],
-    ["_buckets", "_joining"],
+    ["_answers", "_buckets", "_connecting", "_joining"],
     ["_generation", "_sync"],
     ["_leaving", "_lending"],
     ["_lookout"],
     ["_scheduler_plugin"],
     ["_probe", "_replica"],
-    ["_worker"],
-    ["_callbacks", "_launch"],
+    ["_worker_plugin"],
+    ["_epoch", "_plugins"],
+    ["_callbacks", "_tasks"],
+    ["_launch"],
     ["_check", "_training"],
     ["_preparation"],
     ["classifier"],
@@ -118,7 +120,7 @@ class TestWeight:
     def test_the_schedulers_side_imports_no_torch_and_no_skorch(self):
         packages, modules = loaded_by("import daskps._scheduler_plugin")
         assert packages.isdisjoint({"torch", "skorch", "sklearn", "scipy", "matplotlib"})
-        assert modules.isdisjoint({f"daskps.{name}" for name in ("_sync", "_worker", "classifier")})
+        assert modules.isdisjoint({f"daskps.{name}" for name in ("_sync", "_epoch", "classifier")})
 
     @pytest.mark.parametrize(
         "name",

@@ -13,12 +13,13 @@ from distributed.security import Security
 from probes import wait_until
 from ranks import RULES, RUN_ID, dask_leaves_nothing, round_threads
 
-from daskps import _joining, _sharedmemory, _transport
+from daskps import _connecting, _joining, _sharedmemory
+from daskps._connecting import open_channel
 from daskps._generation import Generation, Terms
 from daskps._leases import Request
 from daskps._scheduler_plugin import DaskpsSchedulerPlugin
 from daskps._spec import Ticket
-from daskps._transport import CommChannel, SharedMemoryChannel, SocketChannel, open_channel
+from daskps._transport import CommChannel, SharedMemoryChannel, SocketChannel
 from daskps.exceptions import (
     DaskpsError,
     InvalidMessageError,
@@ -143,7 +144,7 @@ ROADS = {
     "no memory": ({"_sharedmemory.reserve": no_memory}, AUTO, SocketChannel),
     "no memfd": ({"_sharedmemory.is_available": lambda: False}, AUTO, SocketChannel),
     "scheduler keeps its socket": ({"_joining.can_be_taken": cannot_be_taken}, COMM, CommChannel),
-    "rank keeps its socket": ({"_transport.can_be_taken": cannot_be_taken}, COMM, CommChannel),
+    "rank keeps its socket": ({"_connecting.can_be_taken": cannot_be_taken}, COMM, CommChannel),
     "another host, messages": (
         {"_sharedmemory.connect": no_neighbour, "_joining.can_be_taken": cannot_be_taken},
         AUTO,
@@ -435,7 +436,7 @@ class TestUnreachable:
         async def rank(worker):
             comm = await connect(worker.address, deserialize=False)
             if said > 0:
-                joining = _transport._Joining(worker, Ticket(RUN_ID, 0, 0, 2), CAPACITY, AUTO)
+                joining = _connecting._Joining(worker, Ticket(RUN_ID, 0, 0, 2), CAPACITY, AUTO)
                 await comm.write(joining._request())
             if said > 1:
                 assert (await comm.read())["road"] == "shared-memory"

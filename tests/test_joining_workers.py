@@ -16,7 +16,8 @@ from probes import wait_until, workers_of
 from reference import distance, fit_daskps, fit_plain, make_net, xy
 
 from daskps import ClusterTooSmallError
-from daskps._launch import open_run, register
+from daskps._launch import open_run
+from daskps._plugins import register
 from daskps._spec import PLACEHOLDER
 
 

@@ -38,11 +38,12 @@ from daskps import (
     config,
     on_ranks,
 )
-from daskps._launch import Run, open_run, register
+from daskps._answers import Left
+from daskps._launch import Run, open_run
+from daskps._plugins import register
 from daskps._sources import scatter
 from daskps._spec import HELLO, SCHEDULER_PLUGIN, WORKER_PLUGIN
 from daskps._watch import Watch
-from daskps._worker import Left
 from daskps.exceptions import RunAbortedError
 
 MODES = ["batch", "epoch"]
@@ -489,7 +490,7 @@ def test_worker_of_another_version(client, session_client):
 
 
 async def say_hello(version, dask_worker):
-    from daskps._worker import process_id
+    from daskps._worker_plugin import process_id
 
     dask_worker.batched_send({"op": HELLO, "process": process_id(), "version": version})
 

@@ -17,7 +17,8 @@ from ranks import RULES
 from reference import fit_daskps, make_net, xy
 
 from daskps import ClusterTooSmallError, __version__
-from daskps._launch import open_run, register
+from daskps._launch import open_run
+from daskps._plugins import register
 from daskps._spec import OPEN, SCHEDULER_PLUGIN, WORKER_PLUGIN
 from daskps.exceptions import DaskpsError, RunAbortedError
 

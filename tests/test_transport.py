@@ -8,9 +8,9 @@ import pytest
 from distributed import get_worker
 
 from daskps import RoundTimeoutError
+from daskps._connecting import open_channel
 from daskps._launch import open_run
 from daskps._spec import SCHEDULER_PLUGIN, Ticket
-from daskps._transport import open_channel
 from daskps.exceptions import InvalidMessageError, RunAbortedError, StaleMessageError
 
 

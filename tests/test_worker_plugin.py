@@ -1,4 +1,4 @@
-"""The worker's side on real workers: replicas between epochs, and the process as it was."""
+"""What a worker keeps between epochs, on real workers: replicas, and the process as it was."""
 
 from __future__ import annotations
 
@@ -7,14 +7,28 @@ import pytest
 import torch
 from nets import CNN3, Built, GatedBoom, read
 from probes import leftovers, wait_until
+from ranks import RULES
 from reference import distance, fit_daskps, fit_plain, make_net, xy
 from skorch.callbacks import Callback
 
 from daskps._late import Late
 from daskps._launch import open_run
 from daskps._partitions import Shard
-from daskps._spec import Order
-from daskps._worker import process_id
+from daskps._replica import Opening
+from daskps._spec import Order, Ticket
+from daskps._sync import Alone, GradientSync, LocalSGD
+from daskps._transport import NoChannel
+from daskps._worker_plugin import make_sync, process_id
+
+
+@pytest.mark.parametrize(("world_size", "every", "kind"), [
+    (1, 0, Alone), (1, None, Alone), (1, 3, Alone),
+    (2, 0, GradientSync), (2, None, LocalSGD), (2, 3, LocalSGD),
+])  # fmt: skip
+def test_the_exchange_is_that_of_sync_every(world_size, every, kind):
+    net = make_net(CNN3, module__n=3).initialize()
+    opening = Opening(b"", b"", every, b"", b"", RULES)
+    assert type(make_sync(net, NoChannel(), Ticket("run", 0, 0, world_size), opening)) is kind
 
 
 def test_a_replica_is_built_once(client, tmp_path):
@@ -60,7 +74,7 @@ def test_no_replica_no_epoch(client, session_client):
     shard = Shard(rows, np.zeros(2, np.int64), np.array([2]), rows[:0], none, none)
     with open_run(session_client, 1, 1) as run:
         order = Order(run.ticket(0), epoch=3, first=False, seed=0, shuffle=False, settings=b"")
-        task = Late("daskps._worker", "run_epoch")
+        task = Late("daskps._tasks", "run_epoch")
         future = session_client.submit(task, order, shard, None, workers=run.addresses, pure=False)
         assert type(future.result(timeout=20)).__name__ == "StateNeeded"
 

@@ -1,7 +1,4 @@
-"""The loop of a rank over the steps of an epoch, with a stand-in for Dask's worker."""
-
-import threading
-from unittest.mock import Mock
+"""The loop over the steps of an epoch, with a stand-in for Dask's worker."""
 
 import numpy as np
 import pytest
@@ -11,13 +8,13 @@ from skorch import NeuralNetClassifier
 from skorch.callbacks import Callback
 from torch import nn
 
-from daskps import _state, _worker
+from daskps import _state
+from daskps._epoch import Epoch
 from daskps._partitions import Batching, Shard, pieces, plan_batches, plan_local
 from daskps._replica import Opening
-from daskps._spec import WORKER_PLUGIN, Order, Ticket
-from daskps._sync import Alone, GradientSync, LocalSGD
+from daskps._spec import Order, Ticket
 from daskps._transport import NoChannel
-from daskps._worker import DaskpsWorkerPlugin, Left, Seat, _Epoch, _or_left, make_sync
+from daskps._worker_plugin import Seat, make_sync
 from daskps.exceptions import DaskpsError, RunAbortedError
 
 N_ROWS = 22
@@ -124,7 +121,7 @@ def epoch_of(net, shard, channel, order, every=0, interval=0.25):
     replica.sync_ = sync
     rules = RULES._replace(report_interval=interval)
     seat = Seat(order.ticket, replica, sync, channel, order.epoch, rules)
-    return _Epoch(seat, order, shard, Worker())
+    return Epoch(seat, order, shard, Worker())
 
 
 def alone(net, shard=None, interval=0.25, **options):
@@ -153,16 +150,6 @@ def serial(net):
     X, y = rows()
     loader = net.get_iterator(net.get_dataset(X, y), training=True)
     return [net.train_step(batch)["loss"].item() for batch in loader]
-
-
-class TestMakeSync:
-    @pytest.mark.parametrize(("world_size", "every", "kind"), [
-        (1, 0, Alone), (1, None, Alone), (1, 3, Alone),
-        (2, 0, GradientSync), (2, None, LocalSGD), (2, 3, LocalSGD),
-    ])  # fmt: skip
-    def test_kind(self, world_size, every, kind):
-        ticket = Ticket("run", 0, 0, world_size)
-        assert type(make_sync(net_for(), NoChannel(), ticket, opening_of(every))) is kind
 
 
 class TestEpoch:
@@ -290,35 +277,6 @@ class TestFailure:
         with pytest.raises(RunAbortedError):
             epoch.run(0.0)
         assert np.isnan(epoch.losses).all()
-
-
-class TestConsequence:
-    """Of what happened to the run elsewhere."""
-
-    @pytest.fixture
-    def plugin(self, monkeypatch):
-        plugin = DaskpsWorkerPlugin()
-        worker = Mock(plugins={WORKER_PLUGIN: plugin}, stream_handlers={})
-        plugin.setup(worker)
-        monkeypatch.setattr(_worker, "get_worker", lambda: worker)
-        return plugin
-
-    @staticmethod
-    @_or_left
-    def aborted(order, shard, opening):
-        raise RunAbortedError("the connection is closed")
-
-    def test_is_an_answer_as_soon_as_the_scheduler_has_ended_the_generation(self, plugin):
-        telling = threading.Timer(0.01, plugin.forget, ["run", 0])
-        telling.start()
-        assert self.aborted(order_of(0, 2), None, None) == Left("the connection is closed")
-        telling.join()
-
-    def test_is_raised_if_only_this_rank_knows(self, plugin, monkeypatch):
-        monkeypatch.setattr(_worker, "_NEWS_SECONDS", 0.01)
-        plugin.forget("run", 1)  # another generation
-        with pytest.raises(RunAbortedError, match="the connection is closed"):
-            self.aborted(order_of(0, 2), None, None)
 
 
 class TestReports:

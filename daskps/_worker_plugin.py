@@ -1,0 +1,160 @@
+"""What a worker keeps of its ranks between two epochs."""
+
+from __future__ import annotations
+
+import os
+import threading
+import uuid
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from distributed import Worker
+from distributed.diagnostics.plugin import WorkerPlugin
+
+import daskps
+from daskps import _environment, _replica
+from daskps._connecting import open_channel
+from daskps._replica import Opening
+from daskps._spec import FORGET, HELLO, LEFT, WORKER_PLUGIN, Order, Rules, Ticket
+from daskps._sync import Alone, GradientSync, LocalSGD, Sync, capacity
+from daskps._transport import Channel
+from daskps.exceptions import RunAbortedError
+
+# How long the scheduler's word that a run has ended may be on its way.
+_NEWS_SECONDS = 2.0
+
+# Processes that were forked after the import share this.
+_FAMILY = uuid.uuid4().hex
+
+
+def process_id() -> str:
+    """One for each process: workers that share a process share torch's random generator."""
+    return f"{_FAMILY}-{os.getpid()}"
+
+
+@dataclass
+class Seat:
+    """A rank's place in a run, kept between epochs."""
+
+    ticket: Ticket
+    replica: Any
+    sync: Sync
+    channel: Channel
+    epoch: int
+    rules: Rules
+    active: bool = False
+    left: threading.Event = field(default_factory=threading.Event)
+
+    def close(self) -> None:
+        """Hang up and give the process back as it was."""
+        self.channel.close()
+        _environment.restore_malloc()
+
+
+class DaskpsWorkerPlugin(WorkerPlugin):
+    """Keeps the replicas of a worker between epochs. Only a cache: the client holds the truth."""
+
+    name = WORKER_PLUGIN
+    idempotent = True
+
+    def setup(self, worker: Worker) -> None:
+        self.worker = worker
+        # By run and generation.
+        self.seats: dict[tuple[str, int], Seat] = {}
+        # What ended, maybe before a rank sat down.
+        self.over: deque[tuple[str, int]] = deque(maxlen=1000)
+        self.changed = threading.Condition()
+        worker.stream_handlers[FORGET] = self.forget
+        worker.batched_send({"op": HELLO, "process": process_id(), "version": daskps.__version__})
+
+    def teardown(self, worker: Worker) -> None:
+        for run_id, generation in list(self.seats):
+            self.forget(run_id, generation)
+
+    def forget(self, run_id: str, generation: int) -> None:
+        """A generation of a run is over: stop its rank and drop its replica."""
+        place = run_id, generation
+        with self.changed:
+            self.over.append(place)
+            self.changed.notify_all()
+            seat = self.seats.pop(place, None)
+            active = seat is not None and seat.active
+            if seat is not None:
+                seat.left.set()  # the step loop looks at it once a step
+        if not active:
+            self._leave(place, seat)
+
+    def is_over(self, ticket: Ticket) -> bool:
+        """Whether a rank's generation has ended, or does in a moment."""
+        with self.changed:
+            return self.changed.wait_for(lambda: _place(ticket) in self.over, _NEWS_SECONDS)
+
+    @contextmanager
+    def seated(self, order: Order, opening: Opening | None) -> Iterator[Seat | None]:
+        """The rank's seat for the length of an epoch; None if there is none and it cannot be made."""
+        seat = self._find(order) if opening is None else self._sit_down(order, opening)
+        if seat is None:
+            yield None
+            return
+        try:
+            yield seat
+        finally:
+            self._pause(seat)
+
+    def _find(self, order: Order) -> Seat | None:
+        with self.changed:
+            seat = self.seats.get(_place(order.ticket))
+            if seat is None or (seat.ticket, seat.epoch) != (order.ticket, order.epoch):
+                return None
+            seat.active = True
+            return seat
+
+    def _sit_down(self, order: Order, opening: Opening) -> Seat:
+        """A new replica in the state that the client sent, on the connection that the run has."""
+        place = _place(order.ticket)
+        replica: Any = _replica.build(opening)
+        old = self.seats.get(place)
+        channel = self._arrive(order.ticket, replica, opening.rules) if old is None else old.channel
+        replica.sync_ = make_sync(replica, channel, order.ticket, opening)
+        seat = Seat(order.ticket, replica, replica.sync_, channel, order.epoch, opening.rules, active=True)
+        with self.changed:
+            if place not in self.over:
+                self.seats[place] = seat
+                return seat
+        seat.close()
+        raise RunAbortedError("the run ended before this rank began")
+
+    def _arrive(self, ticket: Ticket, net: Any, rules: Rules) -> Channel:
+        channel = open_channel(self.worker, ticket, capacity(net), rules)
+        _environment.tune_malloc()
+        return channel
+
+    def _pause(self, seat: Seat) -> None:
+        with self.changed:
+            seat.active = False
+            over = seat.left.is_set()
+        if over:
+            self._leave(_place(seat.ticket), seat)
+
+    def _leave(self, place: tuple[str, int], seat: Seat | None) -> None:
+        if seat is not None:
+            seat.close()
+        news = {"op": LEFT, "run_id": place[0], "generation": place[1]}
+        # On the event loop, whichever thread this is.
+        self.worker.loop.add_callback(self.worker.batched_send, news)
+
+
+def _place(ticket: Ticket) -> tuple[str, int]:
+    return ticket.run_id, ticket.generation
+
+
+def make_sync(net: Any, channel: Channel, ticket: Ticket, opening: Opening) -> Sync:
+    """The exchange that belongs to ``sync_every``."""
+    if ticket.world_size == 1:
+        return Alone(net)
+    if opening.every == 0:
+        return GradientSync(net, channel, ticket.rank, opening.rules.bucket_bytes)
+    return LocalSGD(net, channel, ticket.rank, opening.every)
