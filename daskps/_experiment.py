@@ -135,20 +135,23 @@ def measure(
         note(f"turn {turn + 1} of {plan.repeats}: {name(trial):<28}{seconds}")
         return outcome
 
-    turns = [[told(trial, turn) for trial in plan.trials()] for turn in range(plan.repeats)]
+    turns: list[list[Outcome]] = []
+    trials: list[Trial] = []
     benchmarks: list[Outcome] = []
-    if plan.fit_to == (1,):
-        trials = _benchmark_trials(plan, _like(plan, turns, run))
-        benchmarks = [told(trial, turn) for turn in range(plan.repeats) for trial in trials]
+    for turn in range(plan.repeats):
+        turns.append([told(trial, turn) for trial in plan.trials()])
+        if plan.fit_to == (1,):
+            trials = trials or _benchmark_trials(plan, _like(plan, turns[0], run))
+            benchmarks += [told(trial, turn) for trial in trials]
     return Results(command, _machine.describe(), plan.fit_to, turns, benchmarks)
 
 
-def _like(plan: Plan, turns: Sequence[Sequence[Outcome]], run: Callable[[Trial], Outcome]) -> Trial:
+def _like(plan: Plan, turn: Sequence[Outcome], run: Callable[[Trial], Outcome]) -> Trial:
     """A short fit of one worker whose steps take about as long as those of the net that is asked about."""
-    short = replace(plan.base, rows=min(_BENCHMARK_ROWS, turns[0][0].rows))
+    short = replace(plan.base, rows=min(_BENCHMARK_ROWS, turn[0].rows))
     if short.emulate is not None:
         return short  # it waits: neighbours do not make it slower
-    alone = [_compute_seconds(o) for turn in turns for o in turn if o.report and _is_alone(o.trial)]
+    alone = [_compute_seconds(o) for o in turn if o.report and _is_alone(o.trial)]
     first = replace(short, sync_every=plan.modes[0], stand_in=_FIRST_IMAGES)
     return replace(first, stand_in=_FIRST_IMAGES * statistics.median(alone) / _compute_seconds(run(first)))
 

@@ -27,6 +27,8 @@ class Split(NamedTuple):
     X_test: np.ndarray
     y_train: np.ndarray
     y_test: np.ndarray
+    lr: float
+    """The learning rate that suits them, with any number of rows: how fast a net computes depends on it."""
 
 
 def load(data: str, n_rows: int | None = None) -> Split:
@@ -41,9 +43,10 @@ def load(data: str, n_rows: int | None = None) -> Split:
     """
     if data == "synthetic":
         return _synthetic(n_rows or _SYNTHETIC_ROWS)
-    loaded = datasets.load_digits_images() if data == "digits" else datasets.load_fashion_mnist()
+    digits = data == "digits"
+    loaded = datasets.load_digits_images() if digits else datasets.load_fashion_mnist()
     X_train, X_test, y_train, y_test = loaded
-    return Split(X_train[:n_rows], X_test, y_train[:n_rows], y_test)
+    return Split(X_train[:n_rows], X_test, y_train[:n_rows], y_test, lr=0.05 if digits else 0.01)
 
 
 def _synthetic(n_rows: int) -> Split:
@@ -53,7 +56,7 @@ def _synthetic(n_rows: int) -> Split:
     y = rng.integers(0, 10, n_all)
     X = rng.standard_normal((n_all, 1, 28, 28), dtype="float32")
     X += 0.15 * rng.standard_normal((10, 1, 28, 28), dtype="float32")[y]
-    return Split(X[:n_rows], X[n_rows:], y[:n_rows], y[n_rows:])
+    return Split(X[:n_rows], X[n_rows:], y[:n_rows], y[n_rows:], lr=0.01)
 
 
 def new_net(split: Split, batch_size: int, max_epochs: int, **settings: Any) -> NeuralNetClassifier:
@@ -80,7 +83,7 @@ def _training_net(
         criterion=torch.nn.CrossEntropyLoss,
         optimizer=torch.optim.SGD,
         optimizer__momentum=0.9,
-        lr=0.05 if len(split.X_train) < 10_000 else 0.01,
+        lr=split.lr,
         batch_size=batch_size,
         max_epochs=max_epochs,
         iterator_train__shuffle=True,

@@ -13,6 +13,13 @@ def test_rows_are_the_first_of_all_and_always_the_same(data):
         np.testing.assert_array_equal(one, other)
 
 
+def test_a_part_of_the_rows_is_learned_at_the_same_rate():
+    """How fast a net computes depends on what has become of its weights."""
+    few, more = (_workload.new_net(_workload.load("digits", n), 32, 1) for n in (50, 500))
+    assert few.lr == more.lr == 0.05
+    assert _workload.new_net(_workload.load("synthetic", 50), 32, 1).lr == 0.01
+
+
 def test_synthetic_images_look_like_fashion_mnist_and_can_be_learned():
     split = _workload.load("synthetic", 2000)
     assert split.X_train.shape == (2000, 1, 28, 28)
