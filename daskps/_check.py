@@ -29,8 +29,9 @@ def check(client: Client | str | None = None) -> CheckReport:
 
     Parameters
     ----------
-    client : Client, str or None
-        As of `DistributedCNNClassifier`.
+    client : distributed.Client or str, optional
+        A client or the address of a scheduler. By default the current client and, if there is none, a
+        private cluster, as for `DistributedCNNClassifier`.
 
     Returns
     -------
@@ -43,6 +44,8 @@ def check(client: Client | str | None = None) -> CheckReport:
     ------
     OSError
         If nobody answers at the address.
+    DaskpsError
+        If the client cannot be used, or the scheduler does not answer for a minute.
     TypeError, ValueError
         If ``client`` is no client and no address.
     """

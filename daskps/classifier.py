@@ -45,9 +45,10 @@ class DistributedCNNClassifier(ClassifierMixin, BaseEstimator):
         ``net__lr``, ``net__module__width``. Without one, a convolutional net is made to fit the data.
     sync_every : {'batch', 'epoch'} or int, default='batch'
         When workers meet. 'batch': at every step, on the combined gradient of a batch that they
-        share, which gives the parameters of training in one process. 'epoch': every worker makes
-        steps of ``batch_size`` rows on its own shard, and parameters are averaged when the epoch
-        ends. An integer H: the same, averaged after every H steps.
+        share: the steps of training in one process and, without shuffling, dropout and BatchNorm,
+        its parameters up to rounding. 'epoch': every worker makes steps of ``batch_size`` rows on
+        its own shard, and parameters are averaged when the epoch ends. An integer H: the same,
+        averaged after every H steps.
     n_workers : int, optional
         How many workers train. By default one for every usable worker process.
     client : distributed.Client or str, optional
@@ -68,7 +69,9 @@ class DistributedCNNClassifier(ClassifierMixin, BaseEstimator):
     classes_ : ndarray of shape (n_classes,)
         The labels.
     n_features_in_ : int
-        Size of the second axis of X.
+        Size of the second axis of X; missing if X was a dict or a ``Dataset``.
+    feature_names_in_ : ndarray of shape (n_features,), dtype object
+        Names of the columns, if X was a data frame whose columns have strings for names.
     net_ : skorch.NeuralNetClassifier
         The trained net. It works on its own, without a cluster, on labels 0 to n_classes - 1.
     history_ : skorch.history.History
@@ -112,9 +115,10 @@ class DistributedCNNClassifier(ClassifierMixin, BaseEstimator):
 
         Parameters
         ----------
-        X : array of shape (n_samples, ...)
+        X : array of shape (n_samples, ...), of any real dtype
             Of numpy, torch or dask, whose chunks stay on the cluster; a data frame of pandas, polars or
-            dask; a list of rows; a dict of arrays; or a torch ``Dataset`` of pairs (X, y).
+            dask; a list of rows; a dict of arrays; or a torch ``Dataset`` of pairs (X, y). Floats, and
+            integers unless the module takes them, are converted to the module's own dtype.
         y : array of shape (n_samples,)
             Labels of any kind that scikit-learn takes for classification. Only a ``Dataset`` brings
             its own along.
@@ -138,6 +142,15 @@ class DistributedCNNClassifier(ClassifierMixin, BaseEstimator):
         WorkerLostError
             If a worker left during the fit and ``on_worker_lost='raise'``, or if the same epoch lost
             workers more often than ``distributed.scheduler.allowed-failures``.
+        WorkerBusyError, RoundTimeoutError
+            If a worker could not begin an epoch within ``daskps.timeouts.start``; if ranks waited for
+            another one for longer than ``daskps.timeouts.round``.
+        DivergenceError
+            If something became NaN or infinite, with ``daskps.on-divergence: raise``.
+        DaskpsError
+            If the client cannot be used, or the cluster or a callback is in the way.
+        Exception
+            What a rank raised, with notes that name the rank, its worker, the epoch and the step.
         """
         goes_on = bool(getattr(self.net, "warm_start", False))
         earlier = getattr(self, "net_", self.net) if goes_on else self.net
@@ -197,6 +210,13 @@ class DistributedCNNClassifier(ClassifierMixin, BaseEstimator):
         -------
         ndarray or dask.array.Array of shape (n_samples,)
             Of the dtype of the labels in ``fit``; lazy if X is.
+
+        Raises
+        ------
+        NotFittedError
+            Before `fit`.
+        ValueError, TypeError
+            If X is not what the net was trained on.
         """
         probabilities = self.predict_proba(X)
         if _inputs.is_dask(probabilities):
@@ -214,7 +234,15 @@ class DistributedCNNClassifier(ClassifierMixin, BaseEstimator):
         Returns
         -------
         ndarray or dask.array.Array of shape (n_samples, n_classes)
-            Rows sum to 1; columns are in the order of ``classes_``. Lazy if X is.
+            Of the net's dtype, mostly float32. Rows sum to 1; columns are in the order of ``classes_``.
+            Lazy if X is.
+
+        Raises
+        ------
+        NotFittedError
+            Before `fit`.
+        ValueError, TypeError
+            If X is not what the net was trained on.
         """
         check_is_fitted(self)
         X = _inputs.check_X(self, X, reset=False)
@@ -235,6 +263,14 @@ class DistributedCNNClassifier(ClassifierMixin, BaseEstimator):
         Returns
         -------
         float
+            From 0 to 1.
+
+        Raises
+        ------
+        NotFittedError
+            Before `fit`.
+        ValueError, TypeError
+            If X is not what the net was trained on, or y does not belong to it.
         """
         with self.client.as_current() if isinstance(self.client, Client) else nullcontext():
             predicted, y, sample_weight = map(_inputs.local, (self.predict(X), y, sample_weight))
@@ -289,6 +325,18 @@ class DistributedCNNClassifier(ClassifierMixin, BaseEstimator):
 
     def set_params(self, **params: Any) -> DistributedCNNClassifier:
         """Set parameters of this estimator, and those of the net as ``net__...``.
+
+        Those of the net are set on ``net`` itself, the object that was passed.
+
+        Parameters
+        ----------
+        **params : object
+            Values by name.
+
+        Returns
+        -------
+        DistributedCNNClassifier
+            This object.
 
         Raises
         ------

@@ -44,6 +44,7 @@ def _speedup(options: argparse.Namespace) -> None:
     from daskps import _experiment, _speedup_table, _trial
 
     _check_files(options)
+    _check_data(options.data)
     before = signal.signal(signal.SIGTERM, _leave)
     try:
         results = _experiment.measure(_plan(options), options.command_line, _trial.in_a_process, _note)
@@ -107,6 +108,12 @@ def _check_files(options: argparse.Namespace) -> None:
             raise ValueError(f"cannot write {file}: it is a folder.")
         if not os.access(folder, os.W_OK):
             raise ValueError(f"cannot write {file}: {folder} is no folder that can be written to.")
+
+
+def _check_data(name: str) -> None:
+    """Here, since what a fit's own process says of missing files is buried in its traceback."""
+    if name == "fashion-mnist":
+        daskps.datasets.load_fashion_mnist()
 
 
 def _note(line: str) -> None:

@@ -17,11 +17,11 @@ class RankEpoch:
     Attributes
     ----------
     epoch, rank : int
-        Counted from 0.
+        Counted from 0; the text of a report counts epochs from 1.
     rows, steps, rounds : int
         Training rows, optimizer steps, exchanges with the parameter server.
     compute_seconds : float
-        Everything that was neither waiting nor moving data.
+        Of its steps, everything that was neither waiting nor moving data.
     wait_seconds : float
         Waiting for ranks that were not there yet.
     sync_seconds : float
@@ -81,10 +81,12 @@ class FitReport:
     batch_size : int
         Rows that one optimizer step sees.
     startup_seconds : dict of str to float
-        What had to happen before the first step, by name.
+        Seconds of what had to happen before the first step: 'checks', 'cluster', 'lease', 'scatter' and,
+        of the slowest rank, 'replicas'.
     epoch_seconds : list of float
         Wall time of every epoch on the client, validation and callbacks included.
     ranks : list of RankEpoch
+        One for every epoch and rank.
     events : list of FitEvent
         Workers that were lost or joined.
     """
@@ -135,7 +137,13 @@ class FitReport:
         return max(0.0, _ratio(total - self._stepping_seconds(), total))
 
     def seconds_by_rank(self) -> dict[int, dict[str, float]]:
-        """Seconds of 'compute', 'wait' and 'sync' of every rank, all epochs together."""
+        """Seconds of 'compute', 'wait' and 'sync' of every rank, all epochs together.
+
+        Returns
+        -------
+        dict of int to dict of str to float
+            By rank.
+        """
         seconds: dict[int, dict[str, float]] = {}
         for entry in sorted(self.ranks, key=lambda entry: entry.rank):
             parts = seconds.setdefault(entry.rank, {"compute": 0.0, "wait": 0.0, "sync": 0.0})
@@ -191,14 +199,21 @@ class FitReport:
 
     @classmethod
     def from_dict(cls, plain: dict[str, Any]) -> FitReport:
-        """The report of which `to_dict` made ``plain``, or JSON of it.
+        """The report of which `to_dict` made ``plain``, also after a way through JSON.
+
+        Parameters
+        ----------
+        plain : dict
+            What follows from the attributes may be left out.
 
         Returns
         -------
         FitReport
         """
         values = {name: plain[name] for name in cls.__dataclass_fields__ if name in plain}
-        return cls(**{**values, "ranks": [RankEpoch(**entry) for entry in plain["ranks"]]})
+        ranks = [RankEpoch(**entry) for entry in plain["ranks"]]
+        events = [FitEvent(**event) for event in plain.get("events", ())]
+        return cls(**{**values, "ranks": ranks, "events": events})
 
     def to_frame(self) -> Any:
         """One row for every epoch and rank.
@@ -218,7 +233,13 @@ class FitReport:
         return pd.DataFrame([asdict(entry) for entry in self.ranks], columns=columns)
 
     def summary(self) -> dict[str, str]:
-        """The figures of the whole fit as text, with their units."""
+        """The figures of the whole fit as text, with their units.
+
+        Returns
+        -------
+        dict of str to str
+            By name: 'transport', 'start-up', 'epochs', 'C', 'S' and 'speedup'.
+        """
         startup = sum(self.startup_seconds.values())
         parts = ", ".join(f"{name} {value:.2f}" for name, value in self.startup_seconds.items())
         return {
@@ -231,7 +252,13 @@ class FitReport:
         }
 
     def event_lines(self) -> list[str]:
-        """The workers that were lost or joined, a line for each."""
+        """The workers that were lost or joined, a line for each.
+
+        Returns
+        -------
+        list of str
+            Epochs are counted from 1.
+        """
         return [f"epoch {e.epoch + 1}: {e.worker} {e.what}" for e in self.events]
 
     def __str__(self) -> str:

@@ -39,6 +39,7 @@ class SpeedupModel:
     batch_size : float
         b.
     sync_every : {'batch', 'epoch'} or int
+        When ranks meet, as of `DistributedCNNClassifier`.
     batches_per_epoch : float, optional
         n, for ``sync_every="epoch"``.
     covariance : ndarray of shape (4, 4), optional
@@ -48,6 +49,11 @@ class SpeedupModel:
     contention : float, default=1.0
         How many times as long a step computes beside busy neighbours as alone. 1 for workers on hosts
         of their own, and for coefficients that were fitted to workers that had such neighbours.
+
+    Raises
+    ------
+    ValueError
+        If a value has no meaning, such as negative seconds.
 
     Examples
     --------
@@ -205,24 +211,60 @@ class SpeedupModel:
         Returns
         -------
         SpeedupModel
+
+        Raises
+        ------
+        ValueError
+            If it is not a number > 0.
         """
         return replace(self, contention=contention)
 
     def compute_seconds(self, n_workers: int) -> float:
-        """Seconds of computing for a batch on K workers."""
+        """Seconds of computing for a batch on K workers.
+
+        Parameters
+        ----------
+        n_workers : int
+            K.
+
+        Returns
+        -------
+        float
+        """
         slower = self.contention if n_workers > 1 else 1.0
         if self.sync_every == "batch":
             return slower * (self.c0 + self.c1 * self.batch_size / n_workers)
         return slower * (self.c0 + self.c1 * self.batch_size) / n_workers
 
     def sync_seconds(self, n_workers: int) -> float:
-        """Seconds of waiting and moving data for a batch on K workers."""
+        """Seconds of waiting and moving data for a batch on K workers.
+
+        Parameters
+        ----------
+        n_workers : int
+            K.
+
+        Returns
+        -------
+        float
+            0 for K = 1.
+        """
         if n_workers == 1:
             return 0.0
         return (self.s0 + self.s1 * n_workers) * self._meetings_per_batch(n_workers)
 
     def seconds_per_batch(self, n_workers: int) -> float:
-        """Runtime for a batch on K workers."""
+        """Seconds that a batch takes on K workers, computing and meeting together.
+
+        Parameters
+        ----------
+        n_workers : int
+            K.
+
+        Returns
+        -------
+        float
+        """
         return self.compute_seconds(n_workers) + self.sync_seconds(n_workers)
 
     def predict(self, n_workers: int) -> float:
@@ -246,7 +288,22 @@ class SpeedupModel:
         return self.seconds_per_batch(1) / self.seconds_per_batch(n_workers)
 
     def efficiency(self, n_workers: int) -> float:
-        """The speedup of K workers divided by K."""
+        """The speedup of K workers divided by K.
+
+        Parameters
+        ----------
+        n_workers : int
+            K.
+
+        Returns
+        -------
+        float
+
+        Raises
+        ------
+        ValueError
+            If K is not an integer >= 1.
+        """
         return self.predict(n_workers) / n_workers
 
     def best_workers(self, most: int = 256) -> int:
@@ -262,6 +319,11 @@ class SpeedupModel:
         -------
         int
             ``most`` itself if the speedup grows up to there.
+
+        Raises
+        ------
+        ValueError
+            If ``most`` is not an integer >= 1.
         """
         _check_n_workers(most, "most")
         if self.sync_every == "batch":
@@ -278,6 +340,11 @@ class SpeedupModel:
 
         It covers the spread of the measurements, not that of `contention`, nor what the model leaves
         out. From few measurements it is too narrow for a confidence of 95 %.
+
+        Parameters
+        ----------
+        n_workers : int
+            K.
 
         Returns
         -------

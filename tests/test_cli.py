@@ -127,6 +127,14 @@ class TestSpeedup:
         assert cli.main(["speedup", *arguments]) == 1
         assert message in capsys.readouterr().err
 
+    def test_says_in_a_line_where_missing_data_comes_from(self, monkeypatch, capsys, tmp_path):
+        monkeypatch.setattr(_trial, "in_a_process", pytest.fail)
+        monkeypatch.setenv("DASKPS_DATA", str(tmp_path))
+        assert cli.main(["speedup", "--data", "fashion-mnist"]) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("daskps: no file train-images-idx3-ubyte.gz")
+        assert "apt-get install dataset-fashion-mnist" in line
+
     def test_ctrl_c_is_no_error_of_ours(self, monkeypatch, capsys):
         def stopped(trial):
             raise KeyboardInterrupt

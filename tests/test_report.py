@@ -128,6 +128,7 @@ class TestExport:
         assert plain["advice"] == report.advice()
 
     def test_from_dict_gives_back_what_to_dict_took(self, report):
+        report.events.append(FitEvent(1, "tcp://a", "joined"))
         assert FitReport.from_dict(json.loads(json.dumps(report.to_dict()))) == report
 
     def test_to_frame_has_a_row_for_every_epoch_and_rank(self, report):
