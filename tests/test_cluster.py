@@ -44,10 +44,15 @@ def client(cluster):
         yield client
 
 
+# A worker has four fifths of five seconds to end before Dask complains and kills it; on a busy machine one
+# needs longer.
+PATIENT_NANNIES = "Nanny.close.__defaults__ = (60, *Nanny.close.__defaults__[1:])"
+
+
 def run_script(folder, body, *, guard=True, timeout=100):
     """Run `body` as the main function of a script."""
-    lines = ["import os", "from daskps._cluster import client_for", "def main():"]
-    lines += [textwrap.indent(textwrap.dedent(body), "    ")]
+    lines = ["import os", "from distributed import Nanny", "from daskps._cluster import client_for"]
+    lines += [PATIENT_NANNIES, "def main():", textwrap.indent(textwrap.dedent(body), "    ")]
     lines += ["if __name__ == '__main__':", "    main()"] if guard else ["main()"]
     script = folder / "script.py"
     script.write_text("\n".join(lines))
