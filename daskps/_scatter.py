@@ -47,8 +47,10 @@ async def _send(client: Client, key: str, value: Any, address: str, direct: bool
             return await send(direct=True)
         except TimeoutError:  # the worker is paused, as the scheduler knows too
             raise
-        except OSError:  # it is gone, or only cut off from the client
+        except OSError:
             _direct.forget(client, address)
+            if not await client.scheduler.ncores(workers=[address]):  # type: ignore[union-attr]
+                raise  # it is gone, and not only cut off from the client
     return await send()
 
 

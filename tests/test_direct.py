@@ -146,6 +146,27 @@ def test_data_for_a_worker_that_was_cut_off_meanwhile_goes_through_the_scheduler
         assert not _direct._known[user.rpc]
 
 
+def test_data_for_a_worker_that_is_gone_is_an_error_of_which_the_scheduler_hears_nothing(
+    client, monkeypatch
+):
+    """Dask would log a traceback."""
+
+    async def gone(workers, data, rpc):
+        raise CommClosedError("in <TCP ...>: Stream is closed")
+
+    async def none(workers):
+        return {}
+
+    with Client(client.scheduler.address, set_as_default=False) as user:
+        addresses = list(workers_of(user))[:1]
+        scatter(user, "value", [b"v"], addresses)
+        monkeypatch.setattr(distributed.client, "scatter_to_workers", gone)
+        monkeypatch.setattr(user.scheduler, "ncores", none, raising=False)
+        with pytest.raises(CommClosedError):
+            scatter(user, "value", [b"x"], addresses)
+        assert n_through_scheduler(user) == 0
+
+
 def n_gathered(client, since):
     """How often the scheduler has brought results to a client since a moment."""
     events = [event for moment, event in client.get_events("all") if moment > since]
