@@ -7,7 +7,8 @@ telling from an address whether a client gets through to it, nor that it is the 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from distributed import Client, Future
@@ -27,29 +28,45 @@ async def direct_ones(client: Client, addresses: Iterable[str]) -> set[str]:
 async def gather(client: Client, futures: Sequence[Future], addresses: Sequence[str]) -> list:
     """Bring results from the workers that hold them, one at each of the addresses."""
     direct = await direct_ones(client, addresses) == set(addresses)
-    return await client.gather(futures, direct=direct or None, asynchronous=True)
+    gathering = asyncio.ensure_future(client.gather(futures, direct=direct or None, asynchronous=True))
+    # What nobody waits for any more may fail unheard.
+    gathering.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+    # Dask asks for what several callers want at once: who cancels that cancels it for all, and for ever.
+    return await asyncio.shield(gathering)
 
 
 async def reached(client: Client, addresses: Iterable[str]) -> set[str]:
     """Those of the addresses at which the client finds the worker that the scheduler means.
 
-    Each address is tried once in the life of a client.
+    What is known of an address holds until it is forgotten, or as long as the client lives.
     """
+    wanted = set(addresses)
     known = _known.setdefault(client.rpc, {})
-    new = [address for address in set(addresses) if address not in known]
+    new = wanted - known.keys()
     found = await asyncio.gather(*(_is_reached(client, address) for address in new))
-    known.update(zip(new, found, strict=True))
-    return {address for address in addresses if known[address]}
+    known.update({address: is_ for address, is_ in zip(new, found, strict=True) if is_ is not None})
+    return {address for address in wanted if known.get(address)}
 
 
-async def _is_reached(client: Client, address: str) -> bool:
+def forget(client: Client, address: str) -> None:
+    """Whether the client reaches this worker has to be found out anew."""
+    _known.get(client.rpc, {}).pop(address, None)
+
+
+async def _is_reached(client: Client, address: str) -> bool | None:
+    """None if the scheduler has no answer either: a worker may be busy for a moment."""
     who = {"op": "identity"}
-    asking = asyncio.gather(
-        client.rpc(address).identity(),
-        client.scheduler.broadcast(msg=who, workers=[address]),  # type: ignore[union-attr]
+    own, told = await asyncio.gather(
+        _answer(client.rpc(address).identity()),
+        _answer(client.scheduler.broadcast(msg=who, workers=[address])),  # type: ignore[union-attr]
     )
+    if told is None:
+        return None
+    return own is not None and bool(own["id"] == told[address]["id"])
+
+
+async def _answer(asking: Coroutine[Any, Any, Any]) -> Any:
     try:
-        own, told = await asyncio.wait_for(asking, _PATIENCE)
+        return await asyncio.wait_for(asking, _PATIENCE)
     except Exception:  # what a network has in store for those who try
-        return False
-    return bool(own["id"] == told[address]["id"])
+        return None

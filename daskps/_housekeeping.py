@@ -11,16 +11,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
 from distributed import Nanny, Worker
 from distributed.core import Server, Status
 
-_STATISTICS = ("tick", "profile")
+# "ticks" divides the time by the measurements: without any, it would say that the loop took a second.
+_STATISTICS = ("tick", "ticks", "profile")
 _MEMORY_WATCH = "memory_monitor"
 
 # How often memory is looked at while somebody trains.
 _WATCH_SECONDS = 0.5
+
+
+@dataclass
+class _Held:
+    """What a server did before. Not by its callbacks, which keep their server."""
+
+    stopped: set[str] = field(default_factory=set)
+    watch_milliseconds: float | None = None
+
+
+_held: WeakKeyDictionary[Server, _Held] = WeakKeyDictionary()
 
 
 @contextmanager
@@ -35,27 +48,31 @@ def held_back(worker: Worker) -> Iterator[None]:
 
 def hold_back(server: Server) -> None:
     """Stop the statistics and watch memory less often, on the server's event loop."""
-    for name in _STATISTICS:
-        if name in server.periodic_callbacks:
-            server.periodic_callbacks[name].stop()
-    _watch_memory(server, _WATCH_SECONDS)
+    held = _held.setdefault(server, _Held())
+    callbacks = server.periodic_callbacks
+    running = {name for name in _STATISTICS if name in callbacks and callbacks[name].is_running()}
+    for name in running:
+        callbacks[name].stop()
+    held.stopped |= running
+    watch = callbacks.get(_MEMORY_WATCH)
+    if watch is not None and held.watch_milliseconds is None:  # there is a limit
+        held.watch_milliseconds = watch.callback_time
+        watch.callback_time = max(watch.callback_time, 1000 * _WATCH_SECONDS)
 
 
 def go_on(server: Server) -> None:
-    """Do all as before, unless the server is about to end.
-
-    Not one by one: the server would find that its loop had been stuck since the last tick.
-    """
-    if server.status in (Status.running, Status.paused):
-        _watch_memory(server, 0.0)
-        server.start_periodic_callbacks()
-
-
-def _watch_memory(server: Any, at_least: float) -> None:
-    """Let so many seconds pass between two looks, or as many as the user wants if these are more."""
-    watch = server.periodic_callbacks.get(_MEMORY_WATCH)
-    if watch is not None:  # there is a limit
-        watch.callback_time = 1000 * max(server.memory_manager.memory_monitor_interval, at_least)
+    """Do all as before, unless the server ends."""
+    held = _held.pop(server, None)
+    if held is None or server.status in (Status.closing, Status.closed, Status.failed):
+        return
+    callbacks = server.periodic_callbacks
+    if held.watch_milliseconds is not None:
+        callbacks[_MEMORY_WATCH].callback_time = held.watch_milliseconds
+    others = [c for name, c in callbacks.items() if not c.is_running() and name not in held.stopped]
+    # Not one by one: the server would find that its loop had been stuck since the last tick.
+    server.start_periodic_callbacks()
+    for callback in others:  # somebody wanted them to stop
+        callback.stop()
 
 
 def with_nannies(scheduler: Server) -> list[Server]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from distributed import Client, Future
 
-from daskps._direct import direct_ones
+from daskps import _direct
 
 
 def scatter(client: Client, name: str, values: Sequence[Any], addresses: Sequence[str]) -> list[Future]:
@@ -19,7 +19,7 @@ def scatter(client: Client, name: str, values: Sequence[Any], addresses: Sequenc
 
     async def send_all() -> list[Future]:
         keys = [f"daskps-{name}-{uuid.uuid4().hex}" for _ in values]
-        direct = await direct_ones(client, addresses)
+        direct = await _direct.direct_ones(client, addresses)
         # One after the other would take as long as all together.
         sending = {
             key: asyncio.ensure_future(_send(client, key, value, address, address in direct))
@@ -41,8 +41,17 @@ def scatter(client: Client, name: str, values: Sequence[Any], addresses: Sequenc
 
 
 async def _send(client: Client, key: str, value: Any, address: str, direct: bool) -> dict[str, Future]:
-    options: Any = {"direct": direct or None, "hash": False, "asynchronous": True}
-    return await client.scatter({key: value}, workers=[address], **options)
+    send = partial(client.scatter, {key: value}, workers=[address], hash=False, asynchronous=True)
+    if direct:
+        try:
+            return await send(direct=True)
+        except TimeoutError:  # the worker is paused, as the scheduler knows too
+            raise
+        except OSError:
+            _direct.forget(client, address)
+            if not await client.scheduler.ncores(workers=[address]):  # type: ignore[union-attr]
+                raise  # it is gone, and not only cut off from the client
+    return await send()
 
 
 def _error_of(ended: asyncio.Future) -> BaseException | None:

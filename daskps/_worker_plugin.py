@@ -24,7 +24,7 @@ from daskps._transport import Channel
 from daskps.exceptions import RunAbortedError
 
 # How long the scheduler's word that a run has ended may be on its way.
-_NEWS_SECONDS = 2.0
+_NEWS_SECONDS = 10.0
 
 # Processes that were forked after the import share this.
 _FAMILY = uuid.uuid4().hex

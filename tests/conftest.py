@@ -68,7 +68,7 @@ def client(session_client):
         return leftovers(session_client) - before
 
     yield session_client
-    assert session_client.submit(int, pure=False).result(timeout=20) == 0
+    assert session_client.submit(int, pure=False).result(timeout=60) == 0
     # A test that failed before may have left something: that is its fault, not everybody's.
     wait_until(lambda: new() == set(), what=lambda: f"left on the cluster: {new()}")
 

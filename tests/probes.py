@@ -10,7 +10,7 @@ from daskps._spec import SCHEDULER_PLUGIN, WORKER_PLUGIN
 PAUSE = threading.Event()
 
 
-def wait_until(is_true, seconds=20.0, what=lambda: "it did not come true", every=0.01):
+def wait_until(is_true, seconds=60.0, what=lambda: "it did not come true", every=0.01):
     """Look again and again; fail after so many seconds, and say what is wrong."""
     deadline = monotonic() + seconds
     while not is_true():

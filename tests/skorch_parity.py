@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from numbers import Real
-from time import monotonic, sleep
 from types import SimpleNamespace
 
 import numpy as np
 import torch
-from nets import CNN3, write
+from nets import CNN3, read, write
+from probes import wait_until
 from reference import DOUBLE, digits, distance, fit_daskps, fit_plain, make_net
 from skorch import NeuralNetClassifier
 from skorch.callbacks import Callback, Checkpoint
@@ -205,17 +205,15 @@ class Shared(list):
 class StopAt(Callback):
     """Stops the training in a hook, as a user does with Ctrl-C."""
 
-    def __init__(self, hook, epoch=2, batch=3, error=KeyboardInterrupt, moments=None):
+    def __init__(self, hook, epoch=2, batch=3, error=KeyboardInterrupt):
         self.hook = hook
         self.epoch = epoch
         self.batch = batch
         self.error = error
-        self.moments = Shared() if moments is None else moments
 
     def _maybe(self, hook, net):
         in_batch = "batch" not in hook or len(net.history[-1, "batches"]) == self.batch
         if hook == self.hook and len(net.history) == self.epoch and in_batch:
-            self.moments.append(monotonic())
             raise self.error("stop")
 
     def on_epoch_begin(self, net, **kwargs):
@@ -288,19 +286,19 @@ class Begun(Callback):
 # Modules
 
 
-class Slow(CNN3):
-    """Takes its time for every training batch, and writes down that it had one."""
+class Waiting(CNN3):
+    """Writes down that it had a training batch, and waits in all but the first until a file is there."""
 
-    seconds = 0.02
-
-    def __init__(self, n=10, path=None, dtype=torch.float64):
+    def __init__(self, n=10, path=None, gate=None, dtype=torch.float64):
         super().__init__(n, dtype)
         self.path = path
+        self.gate = gate
 
     def forward(self, X):
         if self.training:
             write(self.path, pid=os.getpid())
-            sleep(self.seconds)
+            is_first = [line["pid"] for line in read(self.path)].count(os.getpid()) == 1
+            wait_until(lambda: is_first or os.path.exists(self.gate), seconds=90)
         return super().forward(X)
 
 

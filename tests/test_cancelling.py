@@ -16,6 +16,9 @@ from skorch.callbacks import Callback, Checkpoint, LoadInitState
 from daskps import DaskpsError, DistributedCNNClassifier
 from daskps._spec import TOPIC
 
+# On a busy machine a nanny may need minutes for another worker.
+pytestmark = pytest.mark.timeout(400)
+
 MODES = ["batch", "epoch"]
 
 

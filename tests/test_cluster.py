@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import textwrap
-import time
 
 import dask
 import pytest
@@ -45,10 +44,15 @@ def client(cluster):
         yield client
 
 
-def run_script(folder, body, *, guard=True, timeout=60):
+# A worker has four fifths of five seconds to end before Dask complains and kills it; on a busy machine one
+# needs longer.
+PATIENT_NANNIES = "Nanny.close.__defaults__ = (60, *Nanny.close.__defaults__[1:])"
+
+
+def run_script(folder, body, *, guard=True, timeout=100):
     """Run `body` as the main function of a script."""
-    lines = ["import os", "from daskps._cluster import client_for", "def main():"]
-    lines += [textwrap.indent(textwrap.dedent(body), "    ")]
+    lines = ["import os", "from distributed import Nanny", "from daskps._cluster import client_for"]
+    lines += [PATIENT_NANNIES, "def main():", textwrap.indent(textwrap.dedent(body), "    ")]
     lines += ["if __name__ == '__main__':", "    main()"] if guard else ["main()"]
     script = folder / "script.py"
     script.write_text("\n".join(lines))
@@ -149,13 +153,12 @@ def test_the_client_of_as_current_goes_before_the_default(cluster, client):
         assert used is client
 
 
-def test_a_closed_client_is_refused_at_once(cluster):
+def test_a_closed_client_is_refused_at_once(cluster, monkeypatch):
     with Client(cluster, set_as_default=False) as client:
         pass
-    start = time.monotonic()
+    monkeypatch.setattr(client, "sync", pytest.fail)  # its scheduler is not asked
     with pytest.raises(DaskpsError, match="it is 'closed'"), client_for(client):
         pass
-    assert time.monotonic() - start < 5
 
 
 @pytest.mark.parametrize("given", [True, False])
@@ -347,7 +350,7 @@ def test_a_forked_child_makes_its_own(tmp_path):
                     print("forked" in str(error), flush=True)
             process = multiprocessing.get_context("fork").Process(target=child)
             process.start()
-            process.join(30)
+            process.join(60)
             process.kill()
             print(process.exitcode)
         default.close()

@@ -1,16 +1,40 @@
 import asyncio
 from time import time
 from types import SimpleNamespace
+from weakref import WeakKeyDictionary
 
+import distributed.client
 import pytest
 from distributed import Client
+from distributed.comm import CommClosedError
 from nets import CNN3
 from probes import wait_until, workers_of
 from reference import fit_daskps, make_net, xy
 
 from daskps import _direct
-from daskps._direct import gather, reached
+from daskps._direct import forget, gather, reached
 from daskps._scatter import scatter
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """On a busy machine; and nothing is known of the addresses that tests share."""
+    monkeypatch.setattr(_direct, "_PATIENCE", 60.0)
+    monkeypatch.setattr(_direct, "_known", WeakKeyDictionary())
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr(_direct, "_PATIENCE", 0.01)
+
+
+async def said(answer):
+    """What a worker says of itself, unless it says nothing or cannot be reached."""
+    if answer is None:
+        raise OSError("no route to host")
+    if answer == "silent":
+        await asyncio.Event().wait()
+    return {"id": answer}
 
 
 class Pool:
@@ -23,11 +47,7 @@ class Pool:
     def __call__(self, address):
         async def identity():
             self.asked.append(address)
-            if self.ids[address] is None:
-                raise OSError("no route to host")
-            if self.ids[address] == "silent":
-                await asyncio.Event().wait()
-            return {"id": self.ids[address]}
+            return await said(self.ids[address])
 
         return SimpleNamespace(identity=identity)
 
@@ -35,7 +55,7 @@ class Pool:
 def client_of(ids, told):
     async def broadcast(msg, workers):
         assert msg == {"op": "identity"}
-        return {address: {"id": told[address]} for address in workers}
+        return {address: await said(told[address]) for address in workers}
 
     return SimpleNamespace(rpc=Pool(ids), scheduler=SimpleNamespace(broadcast=broadcast))
 
@@ -45,10 +65,22 @@ def test_an_address_is_reached_where_the_same_worker_answers():
     assert asyncio.run(reached(client, ["a", "b", "c"])) == {"a"}
 
 
-def test_a_worker_that_does_not_answer_is_not_waited_for_long(monkeypatch):
-    monkeypatch.setattr(_direct, "_PATIENCE", 0.01)
+@pytest.mark.usefixtures("impatient")
+def test_a_worker_that_does_not_answer_is_not_waited_for_long():
     client = client_of({"a": "silent", "b": "2"}, {"a": "1", "b": "2"})
-    assert asyncio.run(reached(client, ["a", "b"])) == {"b"}
+    for _ in range(2):
+        assert asyncio.run(reached(client, ["a", "b"])) == {"b"}
+    assert sorted(client.rpc.asked) == ["a", "b"]
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("answer", ["silent", None])
+def test_a_worker_that_answers_nobody_for_a_moment_is_asked_again(answer):
+    ids = {"a": answer}
+    client = client_of(ids, ids)
+    assert asyncio.run(reached(client, ["a"])) == set()
+    ids["a"] = "1"
+    assert asyncio.run(reached(client, ["a"])) == {"a"}
 
 
 def test_an_address_is_tried_once():
@@ -56,6 +88,15 @@ def test_an_address_is_tried_once():
     for _ in range(2):
         assert asyncio.run(reached(client, ["a", "b", "a"])) == {"a"}
     assert sorted(client.rpc.asked) == ["a", "b"]
+
+
+def test_an_address_is_tried_again_after_it_was_forgotten():
+    client = client_of({"a": "1"}, {"a": "1"})
+    forget(client, "a")
+    assert asyncio.run(reached(client, ["a"])) == {"a"}
+    forget(client, "a")
+    client.rpc.ids["a"] = None
+    assert asyncio.run(reached(client, ["a"])) == set()
 
 
 def n_through_scheduler(client):
@@ -85,6 +126,45 @@ def test_data_for_workers_out_of_reach_goes_through_the_scheduler(client, monkey
         futures = scatter(user, "value", [b"x", b"y"], addresses)
         assert n_through_scheduler(user) == 2
         assert user.gather(futures) == [b"x", b"y"]
+
+
+def test_data_for_a_worker_that_was_cut_off_meanwhile_goes_through_the_scheduler(client, monkeypatch):
+    """It was reached before; the scheduler knows whether it is only the client that reaches it no more."""
+
+    async def cut_off(workers, data, rpc):
+        raise CommClosedError("in <TCP ...>: Stream is closed")
+
+    with Client(client.scheduler.address, set_as_default=False) as user:
+        addresses = list(workers_of(user))[:2]
+        before = scatter(user, "value", [b"v", b"w"], addresses)
+        assert n_through_scheduler(user) == 0
+        monkeypatch.setattr(distributed.client, "scatter_to_workers", cut_off)
+        futures = scatter(user, "value", [b"x", b"y"], addresses)
+        assert n_through_scheduler(user) == 2
+        assert user.gather([*before, *futures]) == [b"v", b"w", b"x", b"y"]
+        assert [user.who_has(f)[f.key] for f in futures] == [(addresses[0],), (addresses[1],)]
+        assert not _direct._known[user.rpc]
+
+
+def test_data_for_a_worker_that_is_gone_is_an_error_of_which_the_scheduler_hears_nothing(
+    client, monkeypatch
+):
+    """Dask would log a traceback."""
+
+    async def gone(workers, data, rpc):
+        raise CommClosedError("in <TCP ...>: Stream is closed")
+
+    async def none(workers):
+        return {}
+
+    with Client(client.scheduler.address, set_as_default=False) as user:
+        addresses = list(workers_of(user))[:1]
+        scatter(user, "value", [b"v"], addresses)
+        monkeypatch.setattr(distributed.client, "scatter_to_workers", gone)
+        monkeypatch.setattr(user.scheduler, "ncores", none, raising=False)
+        with pytest.raises(CommClosedError):
+            scatter(user, "value", [b"x"], addresses)
+        assert n_through_scheduler(user) == 0
 
 
 def n_gathered(client, since):
@@ -118,6 +198,29 @@ def test_if_one_worker_is_out_of_reach_all_results_come_through_the_scheduler(cl
         begun = time()
         assert user.sync(gather, user, futures, [first, second]) == [bytes(3), bytes(3)]
         assert n_gathered(user, begun) == 1
+
+
+def test_a_gather_that_is_given_up_leaves_those_of_others_alone(client):
+    """Five of a client's go on at once; those that come after them share one request."""
+
+    async def scenario(user, futures, addresses):
+        for _ in range(5):
+            await user._gather_semaphore.acquire()
+        given_up = asyncio.ensure_future(gather(user, futures, addresses))
+        while user._gather_future is None:
+            await asyncio.sleep(0.01)
+        other = asyncio.ensure_future(gather(user, futures, addresses))
+        given_up.cancel()
+        await asyncio.wait([given_up])
+        for _ in range(5):
+            user._gather_semaphore.release()
+        return await asyncio.wait_for(other, 60)
+
+    with Client(client.scheduler.address, set_as_default=False) as user:
+        addresses = list(workers_of(user))[:2]
+        futures = [user.submit(bytes, 3, workers=[address], pure=False) for address in addresses]
+        assert user.sync(scenario, user, futures, addresses) == [bytes(3), bytes(3)]
+        assert user.gather(futures) == [bytes(3), bytes(3)]
 
 
 def test_in_a_fit_the_scheduler_sees_no_results(client):

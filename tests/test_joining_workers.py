@@ -20,6 +20,9 @@ from daskps._launch import open_run
 from daskps._plugins import register
 from daskps._spec import PLACEHOLDER
 
+# On a busy machine a nanny may need minutes for another worker.
+pytestmark = pytest.mark.timeout(400)
+
 
 def small_net(**options):
     return make_net(CNN3, **{"module__n": 3, "module__dtype": torch.float64, **options})

@@ -26,6 +26,9 @@ from reference import ADAM, MOMENTUM, assert_same_history, distance, fit_plain, 
 
 from daskps import DistributedCNNClassifier, WorkerLostError
 
+# On a busy machine a nanny may need minutes for another worker.
+pytestmark = pytest.mark.timeout(400)
+
 
 class Killed:
     """Kills the process that halts, and remembers which worker it was."""

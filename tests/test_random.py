@@ -170,7 +170,7 @@ class TestRankStream:
 
         ours = RankStream(3)
         with ThreadPoolExecutor(1) as pool, ours.lent(), ours.paused():
-            drawn = pool.submit(seed).result(timeout=10)
+            drawn = pool.submit(seed).result(timeout=60)
         ours.close()
         with seeded(5):
             assert drawn == draw()

@@ -97,11 +97,12 @@ def test_first_come_first_served(client, session_client):
     assert granted == [4, 1]
 
 
-def test_more_than_there_are(client, session_client):
+def test_more_than_there_are(client, session_client, cluster):
     """After the time that the config gives, with both numbers; who is behind does not wait for it."""
-    with dask.config.set({"daskps.timeouts.workers": "300ms"}), ThreadPoolExecutor(1) as pool:
+    register(session_client)
+    with dask.config.set({"daskps.timeouts.workers": "1s"}), ThreadPoolExecutor(1) as pool:
         too_many = pool.submit(open_run(session_client, 5, 5).__enter__)
-        wait_until(lambda: waiting(session_client))
+        wait_until(plugin_of(cluster).lender.leases.waiting)  # not for so long that asking may take longer
         with open_run(session_client, 4, 4) as run:
             assert run.world_size == 4
         with pytest.raises(ClusterTooSmallError, match=r"5 process.* 4 usable came"):

@@ -33,7 +33,8 @@ class TestConsequence:
     def aborted(order, shard, opening):
         raise RunAbortedError("the connection is closed")
 
-    def test_is_an_answer_as_soon_as_the_scheduler_has_ended_the_generation(self, plugin):
+    def test_is_an_answer_as_soon_as_the_scheduler_has_ended_the_generation(self, plugin, monkeypatch):
+        monkeypatch.setattr(_worker_plugin, "_NEWS_SECONDS", 60.0)
         telling = threading.Timer(0.01, plugin.forget, ["run", 0])
         telling.start()
         assert self.aborted(ORDER, None, None) == Left("the connection is closed")

@@ -293,7 +293,7 @@ def test_nothing_is_left_of_fits(client, transport):
     X, y = separable(60, 3)
     net = make_net(CNN3, module__n=3, max_epochs=2, train_split=None)
     interval = sys.getswitchinterval()
-    fit(client, net, X, y)  # Dask keeps the connections that it has opened
+    fit(client, net, X, y, n_workers=4)  # Dask keeps the connections that it has opened, to every worker
     before = fds()
     for sync_every in MODES:
         assert set(roads(fit(client, net, X, y, sync_every=sync_every))) == {ROADS[transport]}
@@ -309,6 +309,7 @@ def test_nothing_is_left_of_a_fit_that_failed(client, transport, sync_every):
     X[40] = 99
     net = make_net(Boom, module__n=3, max_epochs=2, train_split=None)
     interval = sys.getswitchinterval()
+    fit(client, make_net(CNN3, module__n=3), X[:40], y[:40], n_workers=4)  # connects to every worker
     for attempt in range(3):
         with pytest.raises(ValueError, match="boom") as caught:
             fit(client, net, X, y, sync_every=sync_every)

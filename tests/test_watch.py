@@ -113,7 +113,9 @@ class TestSync:
             watch.sync(never)
         wait_until(cancelled.is_set)
 
-    def test_a_failure_that_comes_of_a_lost_worker_is_that(self, watch):
+    def test_a_failure_that_comes_of_a_lost_worker_is_that(self, watch, monkeypatch):
+        monkeypatch.setattr("daskps._watch._NEWS_SECONDS", 60.0)
+
         async def fails(after):
             asyncio.get_running_loop().call_later(0.05, watch.put, LOST)
             raise after
