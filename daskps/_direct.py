@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Iterable, Sequence
+from time import monotonic
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -31,8 +32,13 @@ async def gather(client: Client, futures: Sequence[Future], addresses: Sequence[
     gathering = asyncio.ensure_future(client.gather(futures, direct=direct or None, asynchronous=True))
     # What nobody waits for any more may fail unheard.
     gathering.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+    begun = monotonic()
     # Dask asks for what several callers want at once: who cancels that cancels it for all, and for ever.
-    return await asyncio.shield(gathering)
+    results = await asyncio.shield(gathering)
+    if monotonic() - begun > _PATIENCE:  # Dask may have waited in vain for one that is cut off by now
+        for address in addresses:
+            forget(client, address)
+    return results
 
 
 async def reached(client: Client, addresses: Iterable[str]) -> set[str]:

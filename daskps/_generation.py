@@ -12,11 +12,8 @@ from distributed.scheduler import heartbeat_interval
 from daskps._leases import Request
 from daskps._rounds import RoundServer
 from daskps._server import ParameterServer
-from daskps._spec import Rules
+from daskps._spec import GenerationKey, Rules
 from daskps.exceptions import DaskpsError
-
-Place = tuple[str, int]
-"""A run and the number of one of its generations."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +52,7 @@ class Generation:
         self.terms = terms
         self.addresses = addresses
         self.generation = generation
-        self.place: Place = (run_id, generation)
+        self.key = GenerationKey(run_id, generation)
         self.lost: list[Loss] = []
         self.cut = ""
         self.fenced = False

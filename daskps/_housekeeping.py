@@ -77,5 +77,12 @@ def go_on(server: Server) -> None:
 
 def with_nannies(scheduler: Server) -> list[Server]:
     """A scheduler and, in a ``LocalCluster``, the nannies that share its event loop and its cores."""
-    nannies = list(getattr(Nanny, "_instances", ()))
-    return [scheduler, *(nanny for nanny in nannies if nanny.loop is scheduler.loop)]
+    return [scheduler, *(nanny for nanny in _nannies() if nanny.loop is scheduler.loop)]
+
+
+def _nannies() -> list[Nanny]:
+    """All of this process."""
+    try:
+        return list(getattr(Nanny, "_instances", ()))
+    except RuntimeError:  # another thread has made one in the meantime
+        return _nannies()

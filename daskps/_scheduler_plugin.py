@@ -17,7 +17,7 @@ from distributed.core import Status
 from distributed.diagnostics.plugin import SchedulerPlugin
 
 from daskps import _joining
-from daskps._generation import Generation, Place, Terms
+from daskps._generation import Generation, Terms
 from daskps._housekeeping import go_on, hold_back, with_nannies
 from daskps._leases import Request
 from daskps._leaving import Leaving
@@ -25,7 +25,19 @@ from daskps._lending import Lender
 from daskps._lookout import Lookout
 from daskps._messages import Handler, checked, ignoring, refuse_invalid
 from daskps._paused import Paused, holding_up
-from daskps._spec import CLOSE, HELLO, JOIN, LEFT, OPEN, PAUSED, RENEW, SCHEDULER_PLUGIN, TOPIC, Rules
+from daskps._spec import (
+    CLOSE,
+    HELLO,
+    JOIN,
+    LEFT,
+    OPEN,
+    PAUSED,
+    RENEW,
+    SCHEDULER_PLUGIN,
+    TOPIC,
+    GenerationKey,
+    Rules,
+)
 from daskps.exceptions import DaskpsError, InvalidMessageError, RunAbortedError, StaleMessageError
 
 logger = logging.getLogger("daskps")
@@ -106,7 +118,7 @@ class DaskpsSchedulerPlugin(SchedulerPlugin):
             self.leaving.fence(run, RunAbortedError("more workers join the run"))
         elif not run.fenced:
             return run.members()
-        while run.place in self.leaving.places:
+        while run.key in self.leaving.awaited:
             await self.lender.change(at_most=0.5)
         self._refuse_ended(run)
         addresses = await self._left_and(joining, run)
@@ -214,7 +226,7 @@ class DaskpsSchedulerPlugin(SchedulerPlugin):
 
     async def left(self, worker: str, run_id: str, generation: int) -> None:
         """The thread of a rank has left a generation that ended."""
-        self.leaving.has_left(worker, (run_id, generation))
+        self.leaving.has_left(worker, GenerationKey(run_id, generation))
 
     # What happens to the cluster
 
@@ -258,11 +270,11 @@ class DaskpsSchedulerPlugin(SchedulerPlugin):
         self._release(run_id)
         self.scheduler.log_event(TOPIC, {"run_id": run_id, "ended": str(reason)})
 
-    def _all_left(self, place: Place) -> None:
-        run = self.runs.get(place[0])
-        if run is not None and run.place == place:
+    def _all_left(self, key: GenerationKey) -> None:
+        run = self.runs.get(key.run_id)
+        if run is not None and run.key == key:
             self.lookout.all_left(run)
-        self._release(place[0])
+        self._release(key.run_id)
 
     def _release(self, run_id: str) -> None:
         """Give back what a run holds if it has ended and all ranks have left."""

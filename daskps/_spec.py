@@ -24,6 +24,13 @@ REDUCTIONS: tuple[Reduction, ...] = ("mean", "sum")
 DTYPES = ("float32", "float64")
 
 
+class GenerationKey(NamedTuple):
+    """What tells the generations of all runs apart."""
+
+    run_id: str
+    generation: int
+
+
 @dataclass(frozen=True)
 class Ticket:
     """Which seat of which run a rank holds; travels in every message of the rank."""
@@ -32,6 +39,11 @@ class Ticket:
     generation: int
     rank: int
     world_size: int
+
+    @property
+    def key(self) -> GenerationKey:
+        """Of the generation that the rank belongs to."""
+        return GenerationKey(self.run_id, self.generation)
 
 
 class Rules(NamedTuple):

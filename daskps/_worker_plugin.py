@@ -18,7 +18,7 @@ import daskps
 from daskps import _environment, _replica
 from daskps._connecting import open_channel
 from daskps._replica import Opening
-from daskps._spec import FORGET, HELLO, LEFT, WORKER_PLUGIN, Order, Rules, Ticket
+from daskps._spec import FORGET, HELLO, LEFT, WORKER_PLUGIN, GenerationKey, Order, Rules, Ticket
 from daskps._sync import Alone, GradientSync, LocalSGD, Sync, capacity
 from daskps._transport import Channel
 from daskps.exceptions import RunAbortedError
@@ -62,10 +62,9 @@ class DaskpsWorkerPlugin(WorkerPlugin):
 
     def setup(self, worker: Worker) -> None:
         self.worker = worker
-        # By run and generation.
-        self.seats: dict[tuple[str, int], Seat] = {}
+        self.seats: dict[GenerationKey, Seat] = {}
         # What ended, maybe before a rank sat down.
-        self.over: deque[tuple[str, int]] = deque(maxlen=1000)
+        self.over: deque[GenerationKey] = deque(maxlen=1000)
         self.changed = threading.Condition()
         worker.stream_handlers[FORGET] = self.forget
         worker.batched_send({"op": HELLO, "process": process_id(), "version": daskps.__version__})
@@ -76,21 +75,21 @@ class DaskpsWorkerPlugin(WorkerPlugin):
 
     def forget(self, run_id: str, generation: int) -> None:
         """A generation of a run is over: stop its rank and drop its replica."""
-        place = run_id, generation
+        key = GenerationKey(run_id, generation)
         with self.changed:
-            self.over.append(place)
+            self.over.append(key)
             self.changed.notify_all()
-            seat = self.seats.pop(place, None)
+            seat = self.seats.pop(key, None)
             active = seat is not None and seat.active
             if seat is not None:
                 seat.left.set()  # the step loop looks at it once a step
         if not active:
-            self._leave(place, seat)
+            self._leave(key, seat)
 
     def is_over(self, ticket: Ticket) -> bool:
         """Whether a rank's generation has ended, or does in a moment."""
         with self.changed:
-            return self.changed.wait_for(lambda: _place(ticket) in self.over, _NEWS_SECONDS)
+            return self.changed.wait_for(lambda: ticket.key in self.over, _NEWS_SECONDS)
 
     @contextmanager
     def seated(self, order: Order, opening: Opening | None) -> Iterator[Seat | None]:
@@ -106,7 +105,7 @@ class DaskpsWorkerPlugin(WorkerPlugin):
 
     def _find(self, order: Order) -> Seat | None:
         with self.changed:
-            seat = self.seats.get(_place(order.ticket))
+            seat = self.seats.get(order.ticket.key)
             if seat is None or (seat.ticket, seat.epoch) != (order.ticket, order.epoch):
                 return None
             seat.active = True
@@ -114,15 +113,15 @@ class DaskpsWorkerPlugin(WorkerPlugin):
 
     def _sit_down(self, order: Order, opening: Opening) -> Seat:
         """A new replica in the state that the client sent, on the connection that the run has."""
-        place = _place(order.ticket)
+        key = order.ticket.key
         replica: Any = _replica.build(opening)
-        old = self.seats.get(place)
+        old = self.seats.get(key)
         channel = self._arrive(order.ticket, replica, opening.rules) if old is None else old.channel
         replica.sync_ = make_sync(replica, channel, order.ticket, opening)
         seat = Seat(order.ticket, replica, replica.sync_, channel, order.epoch, opening.rules, active=True)
         with self.changed:
-            if place not in self.over:
-                self.seats[place] = seat
+            if key not in self.over:
+                self.seats[key] = seat
                 return seat
         seat.close()
         raise RunAbortedError("the run ended before this rank began")
@@ -137,18 +136,14 @@ class DaskpsWorkerPlugin(WorkerPlugin):
             seat.active = False
             over = seat.left.is_set()
         if over:
-            self._leave(_place(seat.ticket), seat)
+            self._leave(seat.ticket.key, seat)
 
-    def _leave(self, place: tuple[str, int], seat: Seat | None) -> None:
+    def _leave(self, key: GenerationKey, seat: Seat | None) -> None:
         if seat is not None:
             seat.close()
-        news = {"op": LEFT, "run_id": place[0], "generation": place[1]}
+        news = {"op": LEFT, "run_id": key.run_id, "generation": key.generation}
         # On the event loop, whichever thread this is.
         self.worker.loop.add_callback(self.worker.batched_send, news)
-
-
-def _place(ticket: Ticket) -> tuple[str, int]:
-    return ticket.run_id, ticket.generation
 
 
 def make_sync(net: Any, channel: Channel, ticket: Ticket, opening: Opening) -> Sync:

@@ -24,7 +24,7 @@ def on_scheduler(dask_scheduler):
     plugin = dask_scheduler.plugins.get(SCHEDULER_PLUGIN)
     if plugin is not None:
         found += [("run", run) for run in plugin.runs]
-        found += [("leaving", run) for run, _ in plugin.leaving.places]
+        found += [("leaving", run) for run, _ in plugin.leaving.awaited]
         found += [("held", run) for run in plugin.lender.leases.held()]
         found += [("waiting", run) for run in plugin.lender.leases.waiting()]
     return found

@@ -185,6 +185,18 @@ def test_results_come_from_the_workers_themselves(client, direct_to_workers, n):
         assert n_gathered(user, begun) == n
 
 
+def test_workers_whose_results_took_long_are_tried_again(client, monkeypatch):
+    """Dask says nothing of a worker for which it waited until its own limits, and asked others then."""
+    with Client(client.scheduler.address, set_as_default=False) as user:
+        address = next(iter(workers_of(user)))
+        future = user.submit(bytes, 3, workers=[address], pure=False)
+        user.sync(gather, user, [future], [address])
+        assert _direct._known[user.rpc] == {address: True}
+        monkeypatch.setattr(_direct, "_PATIENCE", 0.0)
+        assert user.sync(gather, user, [future], [address]) == [bytes(3)]
+        assert _direct._known[user.rpc] == {}
+
+
 def test_if_one_worker_is_out_of_reach_all_results_come_through_the_scheduler(client, monkeypatch):
     first, second = list(workers_of(client))[:2]
 

@@ -108,6 +108,19 @@ def test_nannies_of_another_event_loop_are_left_alone(monkeypatch):
     assert _housekeeping.with_nannies(scheduler) == [scheduler, ours]
 
 
+def test_another_thread_may_make_a_nanny_meanwhile(monkeypatch):
+    class Growing(list):
+        def __iter__(self):
+            if len(self) == 1:
+                self.append(SimpleNamespace(loop="a"))
+                raise RuntimeError("Set changed size during iteration")
+            return super().__iter__()
+
+    scheduler, nannies = SimpleNamespace(loop="a"), Growing([SimpleNamespace(loop="b")])
+    monkeypatch.setattr(Nanny, "_instances", nannies)
+    assert _housekeeping.with_nannies(scheduler) == [scheduler, nannies[1]]
+
+
 def statistics_of_worker(dask_worker):
     running = {name: pc.is_running() for name, pc in dask_worker.periodic_callbacks.items()}
     seconds = dask_worker.periodic_callbacks["memory_monitor"].callback_time / 1000

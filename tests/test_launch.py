@@ -620,7 +620,7 @@ def test_the_scheduler_keeps_nothing(two_workers):
 
     def rest(dask_scheduler):
         plugin = dask_scheduler.plugins[SCHEDULER_PLUGIN]
-        return len(plugin.runs) + len(plugin.leaving.places) + len(plugin.lender.leases.held())
+        return len(plugin.runs) + len(plugin.leaving.awaited) + len(plugin.lender.leases.held())
 
     def seats(dask_worker):
         return len(dask_worker.plugins[WORKER_PLUGIN].seats)
