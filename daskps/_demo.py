@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from daskps import _machine, _workload
+from daskps._workload import Split
 from daskps.classifier import DistributedCNNClassifier
 
 BATCH_SIZE = 32
@@ -72,40 +73,40 @@ def table(outcomes: Sequence[Line]) -> str:
     return "\n".join(["", head, *rows])
 
 
-def _train_plainly(split: Any, n_epochs: int) -> Line:
+def _train_plainly(split: Split, n_epochs: int) -> Line:
     import torch
 
-    X_train, X_test, y_train, y_test = split
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        net = _net(split, n_epochs, 1).fit(X_train, y_train)
+        net = _net(split, n_epochs, 1).fit(split.X_train, split.y_train)
     finally:
         torch.set_num_threads(threads)
     seconds = sorted(net.history[:, "dur"])[n_epochs // 2]
-    return Line("plain skorch", 1, len(X_train) / seconds, float(net.score(X_test, y_test)))
+    return Line(
+        "plain skorch", 1, len(split.X_train) / seconds, float(net.score(split.X_test, split.y_test))
+    )
 
 
-def _train(split: Any, n_epochs: int, sync_every: str, n_workers: int, client: Any) -> Line:
-    X_train, X_test, y_train, y_test = split
+def _train(split: Split, n_epochs: int, sync_every: str, n_workers: int, client: Any) -> Line:
     clf = DistributedCNNClassifier(
         _net(split, n_epochs, 1 if sync_every == "batch" else n_workers),
         sync_every=sync_every,
         n_workers=n_workers,
         client=client,
         random_state=0,
-    ).fit(X_train, y_train)
+    ).fit(split.X_train, split.y_train)
     seconds = sorted(clf.history_[:, "dur"])[n_epochs // 2]
     return Line(
         sync_every,
         clf.report_.world_size,
-        len(X_train) / seconds,
-        float(clf.score(X_test, y_test)),
+        len(split.X_train) / seconds,
+        float(clf.score(split.X_test, split.y_test)),
         clf.report_.predicted_speedup,
     )
 
 
-def _net(split: Any, n_epochs: int, n_shards: int) -> Any:
+def _net(split: Split, n_epochs: int, n_shards: int) -> Any:
     from skorch.callbacks import ProgressBar
 
     n_batches = math.ceil(len(split.X_train) / n_shards / BATCH_SIZE)
@@ -113,7 +114,7 @@ def _net(split: Any, n_epochs: int, n_shards: int) -> Any:
     return _workload.new_net(split, BATCH_SIZE, n_epochs, callbacks=[bar] if sys.stderr.isatty() else [])
 
 
-def _describe(data: str, split: Any, n_workers: int, n_epochs: int) -> str:
+def _describe(data: str, split: Split, n_workers: int, n_epochs: int) -> str:
     machine = _machine.describe()
     return (
         f"{data}: {len(split.X_train)} training images, {len(split.X_test)} test images, {n_epochs} epochs,"

@@ -12,7 +12,10 @@ import sys
 import tempfile
 from dataclasses import asdict, dataclass, field
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from daskps._workload import Split
 
 # What turns up the threads of a process, and what its allocator keeps; Dask sets these for workers.
 _SINGLE_THREAD = {
@@ -152,7 +155,7 @@ def run(trial: Trial) -> Outcome:
     return _on_cluster(trial, split, net, trial.sync_every)
 
 
-def _net(trial: Trial, split: Any) -> Any:
+def _net(trial: Trial, split: Split) -> Any:
     from daskps import _workload
 
     size = split, trial.batch_size, trial.epochs
@@ -163,7 +166,7 @@ def _net(trial: Trial, split: Any) -> Any:
     return _workload.new_net(*size)
 
 
-def _plainly(trial: Trial, split: Any, net: Any) -> Outcome:
+def _plainly(trial: Trial, split: Split, net: Any) -> Outcome:
     import torch
     from sklearn.base import clone
 
@@ -183,7 +186,7 @@ def _plainly(trial: Trial, split: Any, net: Any) -> Outcome:
     )
 
 
-def _on_cluster(trial: Trial, split: Any, net: Any, sync_every: str | int) -> Outcome:
+def _on_cluster(trial: Trial, split: Split, net: Any, sync_every: str | int) -> Outcome:
     from distributed import Client
     from distributed.deploy.subprocess import SubprocessCluster
     from sklearn.base import clone
@@ -227,7 +230,7 @@ def _memory(client: Any) -> dict[str, int]:
     }
 
 
-def _accuracy(trial: Trial, estimator: Any, split: Any) -> dict[str, float]:
+def _accuracy(trial: Trial, estimator: Any, split: Split) -> dict[str, float]:
     if trial.emulate is not None or trial.stand_in is not None:
         return {}
     return {

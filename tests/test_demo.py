@@ -1,6 +1,6 @@
 import pytest
 
-from daskps import _demo, cli
+from daskps import _demo, _workload, cli
 
 
 def test_table_compares_with_its_first_row():
@@ -44,3 +44,15 @@ def test_cluster_has_as_many_workers_as_are_asked_for(monkeypatch):
     with pytest.raises(SeenError):
         _demo.demo("digits", 5, 1)
     assert asked == [((), 5)]
+
+
+def test_every_mode_learns_digits(client):
+    split = _workload.load("digits")
+    plain = _demo._train_plainly(split, 4)
+    trained = [_demo._train(split, 4, mode, 2, client) for mode in ("batch", "epoch")]
+    assert [(line.mode, line.workers) for line in trained] == [("batch", 2), ("epoch", 2)]
+    for line in (plain, *trained):
+        assert line.accuracy > 0.5
+        assert line.images_per_second > 0
+    assert plain.predicted is None
+    assert all(line.predicted > 0 for line in trained)

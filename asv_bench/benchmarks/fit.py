@@ -4,7 +4,9 @@ Everything that a ratio compares is measured in one call, in turns. The time is 
 without the first one: workers started, data sent and modules imported are not in it, but count as start-up.
 """
 
+import multiprocessing
 import statistics
+from concurrent.futures import ProcessPoolExecutor
 from time import perf_counter
 
 import numpy as np
@@ -36,7 +38,16 @@ def net():
 
 
 def plain_seconds(X, y):
-    """An epoch of plain skorch on one core."""
+    """An epoch of plain skorch on one core.
+
+    In a process of its own: in one that has trained before, the allocator has other habits, and an epoch
+    may take a third longer.
+    """
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        return process.submit(_plain_seconds, X, y).result()
+
+
+def _plain_seconds(X, y):
     torch.set_num_threads(1)
     fitted = net().fit(X, y)
     return statistics.median(fitted.history[1:, "dur"])
