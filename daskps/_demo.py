@@ -55,6 +55,8 @@ def demo(data: str, n_workers: int, n_epochs: int) -> list[Line]:
         trained = [_train(split, n_epochs, mode, n_workers, client) for mode in ("batch", "epoch")]
     outcomes = [plain, *trained]
     print(table(outcomes))
+    print("\nPredicted: C/(C/K + S), with C and S of that fit. Its C holds what workers on one machine")
+    print("cost each other, and what a step costs whatever its rows: more workers do not divide these.")
     if data == "digits":
         print("\nDigits are too small for a speedup: an epoch's work is shorter than its start and end.")
         print("See one with: daskps demo --data fashion-mnist")
