@@ -58,8 +58,8 @@ def demo(data: str, n_workers: int, n_epochs: int) -> list[Line]:
     print("\nPredicted: C/(C/K + S), with C and S of that fit. Its C holds what workers on one machine")
     print("cost each other, and what a step costs whatever its rows: more workers do not divide these.")
     if data == "digits":
-        print("\nDigits are too small for a speedup: an epoch's work is shorter than its start and end.")
-        print("See one with: daskps demo --data fashion-mnist")
+        print("\nDigits are few: the start and end of an epoch count. With 60,000 images:")
+        print("daskps demo --data fashion-mnist")
     return outcomes
 
 

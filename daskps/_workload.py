@@ -34,7 +34,8 @@ class Split(NamedTuple):
 def load(data: str, n_rows: int | None = None) -> Split:
     """The data set of that name, with at most so many training rows.
 
-    Synthetic images are as large as those of Fashion-MNIST, and as many as are asked for.
+    All images are as large as those of Fashion-MNIST: digits of 8x8 pixels would leave nothing to compute.
+    There are as many synthetic ones as are asked for.
 
     Raises
     ------
@@ -43,10 +44,18 @@ def load(data: str, n_rows: int | None = None) -> Split:
     """
     if data == "synthetic":
         return _synthetic(n_rows or _SYNTHETIC_ROWS)
-    digits = data == "digits"
-    loaded = datasets.load_digits_images() if digits else datasets.load_fashion_mnist()
-    X_train, X_test, y_train, y_test = loaded
-    return Split(X_train[:n_rows], X_test, y_train[:n_rows], y_test, lr=0.05 if digits else 0.01)
+    loaded = _digits() if data == "digits" else Split(*datasets.load_fashion_mnist(), lr=0.01)
+    return loaded._replace(X_train=loaded.X_train[:n_rows], y_train=loaded.y_train[:n_rows])
+
+
+def _digits() -> Split:
+    X_train, X_test, y_train, y_test = datasets.load_digits_images()
+    return Split(_enlarged(X_train), _enlarged(X_test), y_train, y_test, lr=0.03)
+
+
+def _enlarged(X: np.ndarray) -> np.ndarray:
+    """From 8x8 pixels to 28x28."""
+    return np.pad(X.repeat(3, axis=2).repeat(3, axis=3), ((0, 0), (0, 0), (2, 2), (2, 2)))
 
 
 def _synthetic(n_rows: int) -> Split:

@@ -12,7 +12,7 @@ from typing import Any
 
 import daskps
 
-EPOCHS = {"digits": 20, "fashion-mnist": 3}
+EPOCHS = {"digits": 10, "fashion-mnist": 3}
 DATA = ("digits", "fashion-mnist", "synthetic")
 
 # The part of an emulated step that does not shrink with its rows, unless it is said.

@@ -20,7 +20,7 @@ def test_command_has_its_own_number_of_epochs_for_each_data_set(monkeypatch):
     assert cli.main(["demo"]) == 0
     assert cli.main(["demo", "--data", "fashion-mnist", "--workers", "3"]) == 0
     assert cli.main(["demo", "--epochs", "7"]) == 0
-    assert calls == [("digits", 2, 20), ("fashion-mnist", 3, 3), ("digits", 2, 7)]
+    assert calls == [("digits", 2, 10), ("fashion-mnist", 3, 3), ("digits", 2, 7)]
 
 
 def test_missing_data_is_one_line_that_says_what_to_install(monkeypatch, tmp_path, capsys):
@@ -47,7 +47,7 @@ def test_cluster_has_as_many_workers_as_are_asked_for(monkeypatch):
 
 
 def test_every_mode_learns_digits(client):
-    split = _workload.load("digits")
+    split = _workload.load("digits", 720)
     plain = _demo._train_plainly(split, 4)
     trained = [_demo._train(split, 4, mode, 2, client) for mode in ("batch", "epoch")]
     assert [(line.mode, line.workers) for line in trained] == [("batch", 2), ("epoch", 2)]

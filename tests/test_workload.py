@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from daskps import _workload
+from daskps import _workload, datasets
 
 
 @pytest.mark.parametrize("data", ["digits", "synthetic"])
@@ -13,10 +13,23 @@ def test_rows_are_the_first_of_all_and_always_the_same(data):
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.parametrize("data", ["digits", "synthetic"])
+def test_images_are_as_large_as_those_of_fashion_mnist(data):
+    assert _workload.load(data, 2).X_train.shape == (2, 1, 28, 28)
+
+
+def test_enlarged_digits_are_the_same_images():
+    large = _workload.load("digits").X_test[:, :, 2:26, 2:26]
+    for down in range(3):
+        for right in range(3):
+            small = large[:, :, down::3, right::3]
+            np.testing.assert_array_equal(small, datasets.load_digits_images()[1])
+
+
 def test_a_part_of_the_rows_is_learned_at_the_same_rate():
     """How fast a net computes depends on what has become of its weights."""
     few, more = (_workload.new_net(_workload.load("digits", n), 32, 1) for n in (50, 500))
-    assert few.lr == more.lr == 0.05
+    assert few.lr == more.lr == 0.03
     assert _workload.new_net(_workload.load("synthetic", 50), 32, 1).lr == 0.01
 
 
