@@ -18,7 +18,6 @@ import pytest
 import torch
 from conftest import local_cluster
 from distributed import Client, SubprocessCluster
-from distributed.comm import CommClosedError
 from nets import CNN3, Boom, Gated, Leaves, Logged, read
 from probes import failures_logged, leftovers, wait_until, workers_of
 from reference import identical, make_net, separable, state, xy
@@ -40,7 +39,6 @@ from daskps import (
 )
 from daskps._answers import Left
 from daskps._launch import Run, open_run
-from daskps._plugins import register
 from daskps._sources import scatter
 from daskps._spec import HELLO, SCHEDULER_PLUGIN, WORKER_PLUGIN
 from daskps._watch import Watch
@@ -493,38 +491,6 @@ async def say_hello(version, dask_worker):
     from daskps._worker_plugin import process_id
 
     dask_worker.batched_send({"op": HELLO, "process": process_id(), "version": version})
-
-
-class Unheard:
-    """A client whose scheduler cannot bring a plugin to those who have to have it."""
-
-    def __init__(self, error):
-        self.error = error
-        self.asked = []
-
-    def sync(self, function, callback_timeout):
-        return asyncio.run(asyncio.wait_for(function(), callback_timeout))
-
-    async def register_plugin(self, plugin):
-        self.asked.append(plugin.name)
-        if plugin.name == WORKER_PLUGIN:
-            if self.error is None:
-                await asyncio.Event().wait()
-            raise self.error
-
-
-@pytest.mark.parametrize("error", [CommClosedError("in <TCP ...>: Stream is closed"), None])
-def test_a_worker_that_does_not_answer_is_no_error_of_those_that_do(error):
-    """Killed, or stopped, when a cluster gets its plugins: Dask raises, or waits."""
-    client = Unheard(error)
-    with dask.config.set({"daskps.timeouts.connect": "10ms"}):
-        register(client)
-    assert client.asked == [SCHEDULER_PLUGIN, WORKER_PLUGIN]
-
-
-def test_workers_without_daskps_are_an_error_at_once():
-    with pytest.raises(InstallationError, match="workers cannot load daskps"):
-        register(Unheard(ImportError("no module named daskps")))
 
 
 # A scheduler of its own
