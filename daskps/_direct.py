@@ -30,8 +30,7 @@ async def gather(client: Client, futures: Sequence[Future], addresses: Sequence[
     """Bring results from the workers that hold them, one at each of the addresses."""
     direct = await direct_ones(client, addresses) == set(addresses)
     gathering = asyncio.ensure_future(client.gather(futures, direct=direct or None, asynchronous=True))
-    # What nobody waits for any more may fail unheard.
-    gathering.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+    gathering.add_done_callback(error_of)
     begun = monotonic()
     # Dask asks for what several callers want at once: who cancels that cancels it for all, and for ever.
     results = await asyncio.shield(gathering)
@@ -52,6 +51,11 @@ async def reached(client: Client, addresses: Iterable[str]) -> set[str]:
     found = await asyncio.gather(*(_is_reached(client, address) for address in new))
     known.update({address: is_ for address, is_ in zip(new, found, strict=True) if is_ is not None})
     return {address for address in wanted if known.get(address)}
+
+
+def error_of(ended: asyncio.Future) -> BaseException | None:
+    """What went wrong, if anything did. As a callback: what nobody waits for any more may fail unheard."""
+    return None if ended.cancelled() else ended.exception()
 
 
 def forget(client: Client, address: str) -> None:

@@ -34,7 +34,7 @@ class Leaving:
         run.close(reason)
         here = [address for address in run.addresses if address in self._scheduler.workers]
         for address in here:
-            forget = {"op": FORGET, "run_id": run.run_id, "generation": run.generation}
+            forget = {"op": FORGET, **run.key._asdict()}
             self._scheduler.worker_send(address, forget)
         leaving = set(here) - set(run.lost_workers())
         if leaving:

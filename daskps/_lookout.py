@@ -80,7 +80,7 @@ class Lookout:
             "round": run.server.round,
             "allowed_failures": self._scheduler.allowed_failures,
         }
-        self._scheduler.log_event(TOPIC, {"run_id": run.run_id, "generation": run.generation, **news})
+        self._scheduler.log_event(TOPIC, {**run.key._asdict(), **news})
 
     async def _listen(self) -> None:
         while self._runs:

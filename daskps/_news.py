@@ -16,7 +16,7 @@ from daskps._spec import TOPIC, Order, Ticket
 
 def tell(worker: Worker, ticket: Ticket, **news: Any) -> None:
     """Send news to the client that has opened the run."""
-    worker.log_event(TOPIC, {"run_id": ticket.run_id, "generation": ticket.generation, **news})
+    worker.log_event(TOPIC, {**ticket.key._asdict(), **news})
 
 
 def say_begun(worker: Worker, ticket: Ticket) -> None:

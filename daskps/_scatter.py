@@ -31,7 +31,7 @@ def scatter(client: Client, name: str, values: Sequence[Any], addresses: Sequenc
             # client, which has no futures to let go of.
             arrived = await asyncio.shield(together)
         except BaseException:
-            together.add_done_callback(_error_of)
+            together.add_done_callback(_direct.error_of)
             for key, task in sending.items():
                 task.add_done_callback(partial(_let_go, client, key))
             raise
@@ -54,13 +54,9 @@ async def _send(client: Client, key: str, value: Any, address: str, direct: bool
     return await send()
 
 
-def _error_of(ended: asyncio.Future) -> BaseException | None:
-    return None if ended.cancelled() else ended.exception()
-
-
 def _let_go(client: Client, key: str, ended: asyncio.Future) -> None:
     """Release what has arrived, of which the error's traceback may keep futures."""
-    error = _error_of(ended)
+    error = _direct.error_of(ended)
     if isinstance(error, KeyError):  # the worker left while it took the data
         loop: Any = client.loop
         loop.add_callback(_forget, client, key)

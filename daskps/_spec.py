@@ -25,7 +25,7 @@ DTYPES = ("float32", "float64")
 
 
 class GenerationKey(NamedTuple):
-    """What tells the generations of all runs apart."""
+    """What tells the generations of all runs apart; messages name its fields."""
 
     run_id: str
     generation: int

@@ -141,7 +141,7 @@ class DaskpsWorkerPlugin(WorkerPlugin):
     def _leave(self, key: GenerationKey, seat: Seat | None) -> None:
         if seat is not None:
             seat.close()
-        news = {"op": LEFT, "run_id": key.run_id, "generation": key.generation}
+        news = {"op": LEFT, **key._asdict()}
         # On the event loop, whichever thread this is.
         self.worker.loop.add_callback(self.worker.batched_send, news)
 
