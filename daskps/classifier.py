@@ -216,7 +216,9 @@ class DistributedCNNClassifier(ClassifierMixin, BaseEstimator):
         NotFittedError
             Before `fit`.
         ValueError, TypeError
-            If X is not what the net was trained on.
+            If X has another number of features, or values that no net takes.
+        RuntimeError
+            Whatever the module raises for rows of another shape than those that it was trained on.
         """
         probabilities = self.predict_proba(X)
         if _inputs.is_dask(probabilities):
@@ -242,7 +244,9 @@ class DistributedCNNClassifier(ClassifierMixin, BaseEstimator):
         NotFittedError
             Before `fit`.
         ValueError, TypeError
-            If X is not what the net was trained on.
+            If X has another number of features, or values that no net takes.
+        RuntimeError
+            Whatever the module raises for rows of another shape than those that it was trained on.
         """
         check_is_fitted(self)
         X = _inputs.check_X(self, X, reset=False)
@@ -270,7 +274,9 @@ class DistributedCNNClassifier(ClassifierMixin, BaseEstimator):
         NotFittedError
             Before `fit`.
         ValueError, TypeError
-            If X is not what the net was trained on, or y does not belong to it.
+            If X has another number of features, or values that no net takes, or y does not belong to it.
+        RuntimeError
+            Whatever the module raises for rows of another shape than those that it was trained on.
         """
         with self.client.as_current() if isinstance(self.client, Client) else nullcontext():
             predicted, y, sample_weight = map(_inputs.local, (self.predict(X), y, sample_weight))

@@ -211,7 +211,7 @@ class FitReport:
         FitReport
         """
         values = {name: plain[name] for name in cls.__dataclass_fields__ if name in plain}
-        ranks = [RankEpoch(**entry) for entry in plain["ranks"]]
+        ranks = [RankEpoch(**entry) for entry in plain.get("ranks", ())]
         events = [FitEvent(**event) for event in plain.get("events", ())]
         return cls(**{**values, "ranks": ranks, "events": events})
 

@@ -1,4 +1,5 @@
 import pytest
+from skorch.history import History
 
 from daskps import _demo, _workload, cli
 
@@ -56,3 +57,14 @@ def test_every_mode_learns_digits(client):
         assert line.images_per_second > 0
     assert plain.predicted is None
     assert all(line.predicted > 0 for line in trained)
+
+
+def test_ctrl_c_in_a_fit_stops_the_demo():
+    """The fit itself returns, with the epochs that it has."""
+    history = History()
+    for seconds in (2.0, 1.0, 4.0):
+        history.new_epoch()
+        history.record("dur", seconds)
+    assert _demo._epoch_seconds(history, 3) == 2.0
+    with pytest.raises(KeyboardInterrupt):
+        _demo._epoch_seconds(history, 4)

@@ -127,6 +127,10 @@ class TestExport:
         assert plain["boundary_share"] == report.boundary_share
         assert plain["advice"] == report.advice()
 
+    def test_from_dict_asks_for_no_more_than_a_report_does(self):
+        plain = {"world_size": 2, "sync_every": "batch", "batch_size": 32}
+        assert FitReport.from_dict(plain) == FitReport(**plain)
+
     def test_from_dict_gives_back_what_to_dict_took(self, report):
         report.events.append(FitEvent(1, "tcp://a", "joined"))
         assert FitReport.from_dict(json.loads(json.dumps(report.to_dict()))) == report
